@@ -536,6 +536,27 @@ fn what_would_fit_is_named_for_generation() {
     space(&["--weights", "int8"]).ok();
 }
 
+/// Memory and space on disks, where there is too little of both: who raises one does not hear of the other next.
+#[test]
+fn what_is_too_small_together_is_named_together() {
+    for kind in [["--batch-size", "2"].as_slice(), &["--generate", "--offload", "disk"]] {
+        let run = |memory: &str, space: &str| {
+            let sizes = ["--host-memory", memory, "--disk-space", space];
+            cmd(&["plan", "--params", "8b", "--device", "cpu"]).args(kind).args(&sizes)
+        };
+        let refused = run("10MiB", "4GiB").fails(2, &["--host-memory of 10.0 MiB is too small"]).stderr;
+        let advice = refused.lines().find_map(|line| line.strip_prefix("Raise it to ")).unwrap();
+        let (memory, space) = advice.split_once(" and --disk-space to ").unwrap();
+        let space = space.split(',').next().unwrap();
+        let [memory, space] = [memory, space].map(|size| size.replace(' ', ""));
+        run(&memory, "4GiB").fails(2, &["--disk-space of 4.00 GiB is too small"]);
+        run(&memory, &space).ok();
+        // Where only memory is too small nothing is said of disks.
+        let refused = run("10MiB", &space).fails(2, &["Raise it to"]).stderr;
+        assert!(!refused.contains("--disk-space"), "{refused}");
+    }
+}
+
 #[test]
 fn rates_that_move_nothing_are_refused() {
     let disks = |read, write| vec!["--disk-read", read, "--disk-write", write];

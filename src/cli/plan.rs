@@ -27,11 +27,11 @@ use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{QuantFormat, dry};
-use terrace_models::{ModelConfig, TokenBatch};
+use terrace_models::{ModelConfig, TokenBatch, build};
 use terrace_optimizer::{LossScaleConfig, StateFormat};
-use terrace_tiers::{ByteSize, MemoryPlan, Tier};
+use terrace_tiers::{ByteSize, MemoryPlan, Tier, TierError};
 use terrace_zero::{
-    Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
+    Backend, BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
     WindowOverrides,
 };
 
@@ -57,6 +57,7 @@ struct Choice {
 }
 
 /// Everything that choices have in common.
+#[derive(Clone)]
 pub(super) struct Planning<'a> {
     pub(super) args: &'a PlanArgs,
     pub(super) model: ModelConfig,
@@ -72,7 +73,7 @@ pub(super) struct Planning<'a> {
     profile: Option<crate::calibrate::Profile>,
     /// Another machine is meant.
     described: bool,
-    runs: PlanningRuns,
+    runs: Arc<PlanningRuns>,
     ranks: Ranks,
 }
 
@@ -201,7 +202,7 @@ impl<'a> Planning<'a> {
             disk_weights,
             profile,
             described,
-            runs: PlanningRuns::of(ranks),
+            runs: PlanningRuns::of(ranks).into(),
             ranks,
         })
     }
@@ -304,15 +305,34 @@ impl<'a> Planning<'a> {
         }
     }
 
+    /// Names `--disk-space` too in a refusal for want of memory, if what is `planned` with enough of that needs more.
+    pub(super) fn with_disk_space(
+        &self,
+        mut error: EngineError,
+        planned: impl FnOnce(&Self) -> Result<MemoryPlan, EngineError>,
+    ) -> EngineError {
+        if let EngineError::Tier(TierError::Plan(refusal)) = &mut error {
+            let mut roomier = self.clone();
+            refusal.lift(&mut roomier.host_budget, &mut roomier.device_budget);
+            let needed = planned(&roomier).map_or(0, |memory| memory.total(Tier::Disk));
+            refusal.also.extend(self.lacks_disk(needed).map(|_| ("--disk-space", needed)));
+        }
+        error
+    }
+
+    /// `--disk-space`, if it is less than what is needed.
+    fn lacks_disk(&self, needed: u64) -> Option<ByteSize> {
+        self.args.disk_space.map(|space| ByteSize(space.0)).filter(|space| needed > space.0)
+    }
+
     /// Refuses what needs more than `--disk-space`.
     pub(super) fn enough_disk(&self, memory: &MemoryPlan) -> Result<(), EngineError> {
         let needed = memory.total(Tier::Disk);
-        let Some(space) = self.args.disk_space.filter(|space| needed > space.0) else {
+        let Some(space) = self.lacks_disk(needed) else {
             return Ok(());
         };
         Err(EngineError::Config(format!(
-            "--disk-space of {} is too small: this run needs {}.\n{}Raise it to {}",
-            ByteSize(space.0),
+            "--disk-space of {space} is too small: this run needs {}.\n{}Raise it to {}",
             ByteSize(needed).rounded_up(),
             memory.breakdown(Tier::Disk),
             ByteSize(needed).rounded_up()
@@ -336,7 +356,11 @@ impl<'a> Planning<'a> {
             disk_space: self.args.disk_space.map(|space| space.0),
             resumes: false,
         };
-        let error = knobs.advise(error);
+        let error = self.with_disk_space(knobs.advise(error), |roomier| {
+            let sample = TokenBatch::new(&self.model).shape(chosen.batch, self.length);
+            let config = roomier.config_of(chosen, self.args.durability);
+            Ok(Engine::outlook(config, &self.backend, build(&self.model), &sample, &self.runs)?.memory)
+        });
         let once = match self.args.durability {
             DurabilityFlag::Step | DurabilityFlag::Checkpoint if is_disk => {
                 self.of_durability(chosen, DurabilityFlag::None).ok()

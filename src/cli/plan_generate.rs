@@ -17,7 +17,7 @@ use crate::shape;
 use serde_json::{Value, json};
 use terrace_models::{Model, TokenBatch};
 use terrace_tiers::{ByteSize, Tier};
-use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns};
+use terrace_zero::{BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, WindowOverrides};
 
 /// What the number of prompts is multiplied with in the table of choices.
 const BATCHES: [usize; 3] = [1, 4, 16];
@@ -81,6 +81,11 @@ pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
     let choices = choices(planning, chosen, wanted);
     let planned = of(planning, wanted(chosen)).map_err(|error| {
         let error = advise(error, || alternatives(planning, wanted(chosen)));
+        let error = planning.with_disk_space(error, |roomier| {
+            let wanted = wanted(chosen);
+            let positions = (wanted.length, wanted.length + wanted.new_tokens);
+            Ok(outlook(roomier, wanted, positions, WindowOverrides::default())?.memory)
+        });
         with_alternatives(error, &choices)
     })?;
     planning.warn_of_host_memory(&planned.outlook);
@@ -90,29 +95,30 @@ pub(super) fn plan(planning: &Planning<'_>) -> Result<(), CliError> {
     print_text(text(planning, &planned, &choices).trim_end())
 }
 
-fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
-    let Wanted { choice, length: prompt, new_tokens, kv } = wanted;
-    planning.countable(choice.batch)?;
-    let format = session::quant_format(choice.weights);
-    let builder = TokenBatch::new(&planning.model);
-    let most = prompt + new_tokens;
-    let outlook = |length, cache_length, windows| {
-        let limits =
-            BatchLimits { sequences: choice.batch, length, micro_batches: 1, cache_length, cache_pages: 0 };
-        let config = EngineConfig {
-            kv_tier: session::kv_tier(kv),
-            overrides: windows,
-            ..planning.config(choice.offload, limits)
-        };
-        let blocks = Model::stored_as(planning.model.clone(), format).blocks;
-        Engine::outlook(
-            config,
-            &planning.backend,
-            blocks,
-            &builder.shape(choice.batch, length),
-            &PlanningRuns::default(),
-        )
+/// Of a pass over so many positions, with so many in the cache in the end.
+fn outlook(
+    planning: &Planning<'_>,
+    Wanted { choice, kv, .. }: Wanted,
+    (length, cache_length): (usize, usize),
+    windows: WindowOverrides,
+) -> Result<Outlook, EngineError> {
+    let limits =
+        BatchLimits { sequences: choice.batch, length, micro_batches: 1, cache_length, cache_pages: 0 };
+    let config = EngineConfig {
+        kv_tier: session::kv_tier(kv),
+        overrides: windows,
+        ..planning.config(choice.offload, limits)
     };
+    let blocks = Model::stored_as(planning.model.clone(), session::quant_format(choice.weights)).blocks;
+    let sample = TokenBatch::new(&planning.model).shape(choice.batch, length);
+    Engine::outlook(config, &planning.backend, blocks, &sample, &PlanningRuns::default())
+}
+
+fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
+    let Wanted { choice, length: prompt, new_tokens, .. } = wanted;
+    planning.countable(choice.batch)?;
+    let most = prompt + new_tokens;
+    let outlook = |length, cache_length, windows| outlook(planning, wanted, (length, cache_length), windows);
     let mut prompts = outlook(prompt, most, Default::default())?;
     planning.enough_disk(&prompts.memory)?;
     let mut token = outlook(1, most, prompts.windows)?;
@@ -124,7 +130,7 @@ fn of(planning: &Planning<'_>, wanted: Wanted) -> Result<Planned, EngineError> {
     let positions = |each: usize| (choice.batch * each) as u64;
     add_cache(&mut prompts, 0, positions(prompt));
     add_cache(&mut token, positions(prompt + new_tokens / 2), positions(1));
-    let can = planning.capabilities(None, format);
+    let can = planning.capabilities(None, session::quant_format(choice.weights));
     let floors = [&prompts, &token].map(|outlook| Floor::complete(&outlook.work, &can, planning.on_card));
     Ok(Planned { choice, outlook: prompts, floors, token })
 }

@@ -166,7 +166,7 @@ impl TierError {
 
 /// A budget that cannot work, with the numbers and the smallest change that would.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}{}{}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up(), and(*also), or(alternatives))]
+#[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}{}{}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up(), and(also), or(alternatives))]
 pub struct PlanRefusal {
     /// Which budget, as the user names it, for example `--host-memory`.
     pub what: &'static str,
@@ -174,18 +174,29 @@ pub struct PlanRefusal {
     pub budget: u64,
     /// The smallest total that works.
     pub minimum: u64,
-    /// Another budget that is too small as well, and the smallest total that works.
-    pub also: Option<(&'static str, u64)>,
+    /// Other budgets that are too small as well, each with the smallest total that works.
+    pub also: Vec<(&'static str, u64)>,
     /// The terms of the smallest plan, a line each.
     pub breakdown: String,
     /// Other knobs that would shrink it; empty if there are none.
     pub alternatives: String,
 }
 
-fn and(also: Option<(&str, u64)>) -> String {
-    also.map_or_else(String::new, |(what, minimum)| {
-        format!(" and {what} to {}", ByteSize(minimum).rounded_up())
-    })
+impl PlanRefusal {
+    /// Raises the budgets of host and of device memory to what works.
+    pub fn lift(&self, host: &mut u64, device: &mut u64) {
+        for (what, minimum) in std::iter::once((self.what, self.minimum)).chain(self.also.iter().copied()) {
+            match what {
+                "--host-memory" => *host = minimum.max(*host),
+                "--device-memory" => *device = minimum.max(*device),
+                _ => {}
+            }
+        }
+    }
+}
+
+fn and(also: &[(&str, u64)]) -> String {
+    also.iter().map(|(what, minimum)| format!(" and {what} to {}", ByteSize(*minimum).rounded_up())).collect()
 }
 
 fn or(alternatives: &str) -> String {

@@ -758,7 +758,7 @@ impl Planner<'_> {
             what,
             budget,
             minimum: smallest.memory.total(tier),
-            also: also.map(|(what, tier, _)| (what, smallest.memory.total(tier))),
+            also: also.map(|(what, tier, _)| (what, smallest.memory.total(tier))).into_iter().collect(),
             breakdown: smallest.memory.breakdown(tier),
             alternatives: knobs.join(", or "),
         }
