@@ -24,7 +24,9 @@ use crate::scale::LossScale;
 use crate::state::Stored;
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
-use crate::{Activations, EngineError, HostTensor, MicroBatch, Mode, Result, StepRates, StepReport};
+use crate::{
+    Activations, BatchUse, EngineError, HostTensor, MicroBatch, Mode, Result, StepRates, StepReport,
+};
 use crossbeam::channel::unbounded;
 use std::ops::Range;
 use std::sync::Arc;
@@ -225,7 +227,10 @@ impl Engine {
             );
             return Err(EngineError::Batch(message));
         }
-        batches.iter().try_for_each(|batch| batch.check_as_planned(&limits, &self.inputs))
+        batches.iter().try_for_each(|batch| {
+            batch.check_as_planned(&limits, &self.inputs)?;
+            self.network.check(batch, BatchUse::Loss)
+        })
     }
 
     /// Gives the chunks, in order, that an update beside backward did not come to.
