@@ -176,7 +176,7 @@ fn state_is_not_overwritten_by_a_new_run() {
     made(&dirs);
     let error = created(&dirs);
     assert!(matches!(error, TierError::StateExists { .. }));
-    says(&error, &["committed at step 1", "--resume", dirs[0].to_str().unwrap()]);
+    says(&error, &["committed at step 1", "Engine::resume", dirs[0].to_str().unwrap()]);
     assert_eq!(reopened(&dirs).unwrap(), 1);
 }
 
@@ -196,7 +196,7 @@ fn there_is_nothing_to_open() {
     killed(&empty);
     let error = reopened(&empty).unwrap_err();
     assert!(matches!(error, TierError::NoState { .. }));
-    says(&error, &["never finished", "without --resume"]);
+    says(&error, &["never finished", "with Engine::create"]);
     made(&empty);
 }
 
@@ -222,7 +222,7 @@ fn directories_in_another_order_are_refused() {
     let first_is_second = dirs(root.path(), &["b", "a", "c"]);
     let error = reopened(&first_is_second).unwrap_err();
     says(&error, &["manifest is in", "original order"]);
-    says(&created(&first_is_second), &["--resume", "committed at step 1"]);
+    says(&created(&first_is_second), &["Engine::resume", "committed at step 1"]);
     says(&reopened(&right[..2]).unwrap_err(), &["path 1 of 2", "original order"]);
     assert_eq!(reopened(&right).unwrap(), 1);
 }
@@ -435,8 +435,8 @@ fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let error = DiskStore::create(&engine(), &Striping::equal(&dirs), spec(1 << 50)).unwrap_err();
     let TierError::DiskTooSmall { needed, free, .. } = &error else { panic!("{error}") };
     assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap().unwrap() + (1 << 30));
-    says(&error, &["needs 12.0 PiB", "are free", "--disk", "--state"]);
-    assert!(!error.to_string().contains("--durability"), "half of it does not fit either: {error}");
+    says(&error, &["needs 12.0 PiB", "are free", "EngineConfig::disks", "StateFormat"]);
+    assert!(!error.to_string().contains("Durability::"), "half of it does not fit either: {error}");
     assert!(!dirs[0].join("state.bin").exists());
 }
 
@@ -470,11 +470,7 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         assert!(matches!(error, TierError::DiskTooSmall { .. }), "{error}");
         says(
             &error,
-            &[
-                "3.00 MiB",
-                "are free, 4.00 KiB too little",
-                "keep it once instead of twice (--durability none",
-            ],
+            &["3.00 MiB", "are free, 4.00 KiB too little", "keep it once instead of twice (Durability::None"],
         );
 
         // The data fit, and the manifest does not: the engine is the one to find out.
