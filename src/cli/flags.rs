@@ -3,7 +3,7 @@
 //! Who embeds the libraries sets fields, so that is what their messages name. Whoever runs the command sets the same by flags.
 
 /// What the libraries say, and what the command says instead. Longer phrases come before those that they begin with.
-const FLAGS: [(&str, &str); 29] = [
+const FLAGS: [(&str, &str); 33] = [
     ("add another directory to EngineConfig::disks", "add another --disk path"),
     ("set EngineConfig::disks", "give --disk PATH"),
     ("with EngineConfig::disks", "with --disk PATH"),
@@ -13,7 +13,11 @@ const FLAGS: [(&str, &str); 29] = [
     ("EngineConfig::device_budget", "--device-memory"),
     ("EngineConfig::kv_tier Host", "--kv host"),
     ("EngineConfig::kv_tier Disk", "--kv disk"),
+    ("EngineConfig::dtype F32", "--dtype fp32"),
     ("EngineConfig::dtype", "--dtype"),
+    ("CpuConfig::threads", "--threads"),
+    ("Ranks::count", "--ranks"),
+    ("Ranks::nodes", "--nodes"),
     ("BatchLimits::sequences", "--batch-size"),
     ("BatchLimits::length", "--seq-len"),
     ("BatchLimits::micro_batches", "--grad-accum"),
