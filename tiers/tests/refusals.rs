@@ -72,6 +72,32 @@ fn verify(store: &DiskStore) -> Result<(), TierError> {
     Ok(())
 }
 
+/// The second was said to be in use by another process.
+#[test]
+fn a_directory_that_is_given_twice() {
+    let root = tempfile::tempdir().unwrap();
+    let io = engine();
+    for second in ["a", "b/../a"] {
+        std::fs::create_dir_all(root.path().join("b")).unwrap();
+        let dirs = dirs(root.path(), &["a", "b", second]);
+        let error = DiskStore::create(&io, &Striping::equal(&dirs), small()).unwrap_err().to_string();
+        let words =
+            format!("{} is the same directory as {}; give it once", dirs[2].display(), dirs[0].display());
+        assert!(error.contains(&words), "{error}");
+    }
+}
+
+/// Its bytes wrapped, and memory for its chunks was asked for.
+#[test]
+fn scratch_that_no_file_holds() {
+    let root = tempfile::tempdir().unwrap();
+    for (count, bytes) in [(usize::MAX, 4096), (usize::MAX, 0), (1 << 52, 4097), (2, usize::MAX)] {
+        let striping = Striping::equal(&dirs(root.path(), &["a"]));
+        let error = Scratch::create(&engine(), &striping, "scratch.bin", count, bytes).unwrap_err();
+        assert!(error.to_string().contains("larger than any file"), "{error}");
+    }
+}
+
 /// Makes a store with steps 0 and 1 and closes it.
 fn made(dirs: &[PathBuf]) {
     let mut store = DiskStore::create(&engine(), &Striping::equal(dirs), small()).unwrap();

@@ -654,8 +654,22 @@ fn require_dirs(dirs: &[PathBuf]) -> Result<(), TierError> {
 fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
     require_dirs(dirs)?;
     match world {
-        World::Real => dirs.iter().map(|dir| DirLock::acquire(dir)).collect(),
+        World::Real => (0..dirs.len())
+            .map(|at| DirLock::acquire(&dirs[at]).map_err(|error| named_twice(&dirs[..=at], error)))
+            .collect(),
         World::Simulated => Ok(Vec::new()),
+    }
+}
+
+/// A directory that is given twice is locked by its first name.
+fn named_twice(dirs: &[PathBuf], error: TierError) -> TierError {
+    let (TierError::Locked { .. }, [earlier @ .., last]) = (&error, dirs) else { return error };
+    let place = |dir: &PathBuf| dir.canonicalize().ok();
+    match earlier.iter().find(|dir| place(dir).is_some() && place(dir) == place(last)) {
+        Some(first) => TierError::Striping {
+            detail: format!("{} is the same directory as {}; give it once", last.display(), first.display()),
+        },
+        None => error,
     }
 }
 
