@@ -134,7 +134,7 @@ fn numbers_outside_their_tables() {
     ] {
         let wrong = replaced(&batch, input, at, number);
         for refused in [
-            batch_refusal(trained.train_step(&[wrong.clone()], 1e-3)),
+            batch_refusal(trained.train_step(std::slice::from_ref(&wrong), 1e-3)),
             batch_refusal(trained.evaluate(&wrong)),
         ] {
             assert!(refused.contains(words), "{refused}");
@@ -146,7 +146,7 @@ fn numbers_outside_their_tables() {
     assert!(refused.contains("input 0 of a batch of 2 × 4 positions is i32, dimensions [8]"), "{refused}");
     // Nothing of it is left.
     let steps = [&mut trained, &mut other].map(|engine| {
-        let losses = [0; 3].map(|_| engine.train_step(&[batch.clone()], 1e-2).unwrap().loss);
+        let losses = [0; 3].map(|_| engine.train_step(std::slice::from_ref(&batch), 1e-2).unwrap().loss);
         (engine.step(), losses)
     });
     assert_eq!(steps[0], steps[1]);

@@ -33,7 +33,7 @@ impl Engine {
     /// The loss of a batch under the current weights; changes nothing.
     ///
     /// # Errors
-    /// A shape that was not planned or a failing tier.
+    /// A shape that was not planned, numbers that blocks [cannot compute with](crate::Block::check), or a failing tier.
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<Evaluation> {
         self.require_planned(batch, BatchUse::Loss)?;
         let (loss, _) = self.forward_only(batch, Mode::Evaluate, None)?;
@@ -75,8 +75,8 @@ impl Engine {
     /// what the cache has of `sequences[b]`, each of which comes once; `added[b]` positions of it are valid and stay in the cache.
     ///
     /// # Errors
-    /// `sequences` or `added` do not match the batch or the cache, which is another engine's, or full; a shape was not planned, or a tier
-    /// failed. The cache then knows of no position more than before; if keys and values are not all on the device, or blocks are recurrent,
+    /// `sequences` or `added` do not match the batch or the cache, which is another engine's, or full; a shape was not planned, numbers are
+    /// such that blocks [cannot compute with](crate::Block::check) them, or a tier failed. The cache then knows of no position more than before; if keys and values are not all on the device, or blocks are recurrent,
     /// and a tier failed, it is of no more use.
     pub fn logits(
         &mut self,

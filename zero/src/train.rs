@@ -97,8 +97,8 @@ impl Engine {
     /// [`flush`](Self::flush) makes up for a next step. A process that is killed before has the step before on disk.
     ///
     /// # Errors
-    /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
-    /// is then still intact.
+    /// A shape that was not planned, numbers that blocks [cannot compute with](crate::Block::check), a loss or gradient that is not finite,
+    /// or a failing tier. The last committed step is then still intact.
     pub fn train_step(&mut self, batches: &[MicroBatch], rates: impl Into<StepRates>) -> Result<StepReport> {
         self.train_step_noting(batches, rates, |_| Vec::new())
     }
