@@ -123,7 +123,9 @@ fn a_commit_of_what_was_not_written() {
         let refused = store.commit_unchanged(2, b"");
         if generations == 1 {
             assert!(said(refused).contains("was being overwritten"));
-            [(0, 1), (1, 0), (1, 1)].map(|(group, chunk)| store.write(key(group), chunk, filled(2)).unwrap());
+            for (group, chunk) in [(0, 1), (1, 0), (1, 1)] {
+                store.write(key(group), chunk, filled(2)).unwrap();
+            }
             store.commit(2, b"").unwrap();
             assert_eq!(read(&store, 0, 0), Ok(2));
         } else {
