@@ -77,7 +77,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         total_steps: STEPS,
         base_lr: 3e-3,
         min_ratio: 0.1,
-    };
+    }
+    .checked()?;
     let mut losses = Vec::new();
     for step in 0..STEPS {
         let report = engine.train_step(&batches_of(step)?, schedule.lr(step))?;

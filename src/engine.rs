@@ -33,14 +33,15 @@ pub fn cpu_backend(threads: usize, io: &IoConfig) -> Result<Backend> {
 pub fn cpu_backend_of(config: CpuConfig, io: &IoConfig) -> Result<Backend> {
     let threads = config.threads;
     if !(1..=THREADS_MAX).contains(&threads) {
-        let detail = format!("from 1 to {THREADS_MAX} threads compute, not {threads}: give other --threads");
+        let detail =
+            format!("from 1 to {THREADS_MAX} threads compute, not {threads}: give other CpuConfig::threads");
         return Err(EngineError::Config(detail));
     }
     Ok(Backend {
         device: Arc::new(HostDevice::unified()),
         kernels: cpu::try_with_config(config).map_err(|error| {
             EngineError::Config(format!(
-                "cannot start the {threads} threads that compute: {error}; give fewer --threads, or raise the limits of threads (ulimit -u, \
+                "cannot start the {threads} threads that compute: {error}; give fewer CpuConfig::threads, or raise the limits of threads (ulimit -u, \
                  pids.max of a container) and of memory (ulimit -v)"
             ))
         })?,

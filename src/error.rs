@@ -1,5 +1,6 @@
 //! How a command ends when it does not end well.
 
+use crate::cli::flags::in_flags;
 use std::io::ErrorKind;
 use std::process::ExitCode;
 
@@ -7,10 +8,10 @@ use std::process::ExitCode;
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
     /// Flags or a configuration file that make no sense: exit code 2.
-    #[error("{0}")]
+    #[error("{}", in_flags(_0))]
     Usage(String),
     /// Something went wrong on the way: exit code 1.
-    #[error("{0}")]
+    #[error("{}", in_flags(_0))]
     Failed(String),
     /// The user stopped the run; the last step is committed: exit code 130.
     #[error("interrupted; the last finished step is saved, --resume continues from it")]

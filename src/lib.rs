@@ -97,9 +97,9 @@ pub use terrace_optimizer::{AdamW, StateFormat};
 pub use terrace_tiers as tiers;
 pub use terrace_tiers::{MemoryPlan, Recovery, Tier};
 pub use terrace_zero::{
-    Accumulation, Backend, BatchLimits, Block, BlockPass, CACHE_PAGE, Context, Durability, Engine,
+    Accumulation, Backend, BatchLimits, BatchUse, Block, BlockPass, CACHE_PAGE, Context, Durability, Engine,
     EngineBuilder, EngineConfig, EngineError, Evaluation, Exporting, Gradients, GroupUpdate, HostTensor,
-    KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec, Placement, Result, Schedule,
-    StepRates, StepReport, StepWork, StoredState, StoredWeights, Timeline, TrainingConfig, UpdateTime,
-    Weight, WeightReader, WeightSource, WeightUse, Weights, WindowOverrides,
+    KvCache, KvSlot, KvSpec, MicroBatch, Mode, Outlook, OutputSpec, ParamSpec, Placement, PlanningRuns,
+    Result, Schedule, StepRates, StepReport, StepWork, StoredState, StoredWeights, Timeline, TrainingConfig,
+    UpdateTime, Weight, WeightReader, WeightSource, WeightUse, Weights, WindowOverrides,
 };

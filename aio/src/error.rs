@@ -109,7 +109,7 @@ fn advice(kind: IoErrorKind) -> &'static str {
         IoErrorKind::Device => {
             "; the drive reported a failure: look at the kernel log and the drive's health"
         }
-        IoErrorKind::Closed => "; the engine was shut down while the request was in flight",
+        IoErrorKind::Closed => "; the engine was shut down, or has stopped, which IoEngine::facts tells",
         IoErrorKind::Cancelled => "; submit it again if it is still wanted",
         IoErrorKind::Invalid | IoErrorKind::Other => "",
     }

@@ -14,7 +14,7 @@ use std::process::Command;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use terrace_aio::engine::{EngineChoice, EngineConfig, open_default};
-use terrace_aio::{BufHome, IoBuf, IoEngine, OpenMode, Request};
+use terrace_aio::{BufHome, IoBuf, IoEngine, IoErrorKind, OpenMode, Request};
 
 /// The variable that holds the role of the process.
 const ROLE: &str = "TERRACE_AIO_TEST_ROLE";
@@ -35,8 +35,8 @@ struct Restrictions {
     user: Option<libc::uid_t>,
     /// Bytes it may lock.
     memlock_bytes: Option<u64>,
-    /// What the io_uring system calls fail with.
-    uring_errno: Option<i32>,
+    /// Which of the io_uring system calls, from one to another, fail with what.
+    uring: Option<(libc::c_long, libc::c_long, i32)>,
 }
 
 #[test]
@@ -56,22 +56,38 @@ fn an_ordinary_user_who_may_lock_nothing() {
 
 #[test]
 fn io_uring_forbidden_by_a_filter() {
-    run_as("forbidden", Restrictions { uring_errno: Some(libc::EPERM), ..Restrictions::default() });
+    run_as("forbidden", Restrictions { uring: all_calls(libc::EPERM), ..Restrictions::default() });
 }
 
 #[test]
 fn io_uring_unknown_to_the_kernel() {
-    run_as("unknown", Restrictions { uring_errno: Some(libc::ENOSYS), ..Restrictions::default() });
+    run_as("unknown", Restrictions { uring: all_calls(libc::ENOSYS), ..Restrictions::default() });
+}
+
+/// A ring can be made and not used: the engine was, and no request of it ever succeeded.
+#[test]
+fn entering_forbidden_by_a_filter() {
+    let uring = Some((libc::SYS_io_uring_enter, libc::SYS_io_uring_enter, libc::EPERM));
+    run_as("forbidden", Restrictions { uring, ..Restrictions::default() });
+}
+
+#[test]
+fn entering_forbidden_while_an_engine_works() {
+    run_as("late", Restrictions::default());
 }
 
 #[test]
 fn everything_at_once() {
-    let restrictions = Restrictions { uring_errno: Some(libc::EPERM), ..user_with_memlock(NOBODIES[3], 0) };
+    let restrictions = Restrictions { uring: all_calls(libc::EPERM), ..user_with_memlock(NOBODIES[3], 0) };
     run_as("forbidden", restrictions);
 }
 
 fn user_with_memlock(user: libc::uid_t, memlock_bytes: u64) -> Restrictions {
-    Restrictions { user: Some(user), memlock_bytes: Some(memlock_bytes), uring_errno: None }
+    Restrictions { user: Some(user), memlock_bytes: Some(memlock_bytes), uring: None }
+}
+
+fn all_calls(errno: i32) -> Option<(libc::c_long, libc::c_long, i32)> {
+    Some((libc::SYS_io_uring_setup, libc::SYS_io_uring_register, errno))
 }
 
 /// Runs this binary in a role, under restrictions; fails if what it checks does not hold.
@@ -88,7 +104,7 @@ fn run_as(role: &str, mut restrictions: Restrictions) {
     let mut command = Command::new("/proc/self/exe");
     command.args(["--exact", "restricted_process", "--ignored", "--nocapture"]);
     command.env(ROLE, role).env(PLACE, place.path()).current_dir("/");
-    let filter = restrictions.uring_errno.map(refuse_uring);
+    let filter = restrictions.uring.map(refuse_uring);
     // SAFETY: between fork and exec `restrict` only makes system calls, on memory that was made before.
     unsafe { command.pre_exec(move || restrict(restrictions, filter.as_ref())) };
     let output = command.output().unwrap();
@@ -110,6 +126,7 @@ fn restricted_process() {
         "user" => as_user(place),
         "lockless" => as_lockless(place),
         "forbidden" => without_uring(place, "it is forbidden here"),
+        "late" => forbidden_late(place),
         "unknown" => without_uring(place, "this kernel does not have it"),
         role => panic!("no such role: {role}"),
     }
@@ -165,6 +182,30 @@ fn without_uring(place: &Path, why: &str) {
     assert_eq!(engine.name(), "threads");
     check_exact(&*engine, place);
     check_registered(&*engine, place);
+}
+
+/// Requests fail, none hangs, and the engine says why.
+fn forbidden_late(place: &Path) {
+    let config = EngineConfig { choice: EngineChoice::Uring, ..EngineConfig::default() };
+    let Ok(engine) = open_default(&config) else { return };
+    check_exact(&*engine, place);
+    let path = place.join("late");
+    let file = engine.open(&path, OpenMode::CreateNew { len: 1 << 20 }).unwrap();
+    obey(&refuse_uring((libc::SYS_io_uring_enter, libc::SYS_io_uring_enter, libc::EPERM))).unwrap();
+    for _ in 0..3 {
+        let tickets: Vec<_> =
+            (0..100).map(|i| engine.submit(Request::write(file, i * 4096, IoBuf::zeroed(4096)))).collect();
+        for ticket in tickets {
+            assert_eq!(ticket.wait().unwrap_err().kind, IoErrorKind::Closed);
+        }
+    }
+    let said = engine.facts().fallbacks;
+    assert!(
+        said.iter().any(|said| said.contains("the engine has stopped") && said.contains("os error 1")),
+        "{said:?}"
+    );
+    engine.close(file).unwrap();
+    engine.remove(&path).unwrap();
 }
 
 fn pattern(len: usize) -> Vec<u8> {
@@ -254,9 +295,9 @@ fn memlock_limit() -> u64 {
     limit.rlim_cur
 }
 
-/// A seccomp filter under which every io_uring system call fails with `errno`.
-fn refuse_uring(errno: i32) -> [libc::sock_filter; 5] {
-    let (first, last) = (libc::SYS_io_uring_setup as u32, libc::SYS_io_uring_register as u32);
+/// A seccomp filter under which these system calls fail.
+fn refuse_uring((first, last, errno): (libc::c_long, libc::c_long, i32)) -> [libc::sock_filter; 5] {
+    let (first, last) = (first as u32, last as u32);
     [
         // The number of the system call is the first word of what a filter sees.
         instruction(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),

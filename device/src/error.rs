@@ -30,13 +30,13 @@ pub enum DeviceError {
         largest_hole: usize,
     },
     /// There is no driver.
-    #[error("no CUDA driver: {detail}; install NVIDIA's driver, or compute on the CPU with `--device cpu`")]
+    #[error("no CUDA driver: {detail}; install NVIDIA's driver, or compute on the CPU with `HostDevice`")]
     NoDriver {
         /// Where it was looked for.
         detail: String,
     },
     /// There is a driver, but it does not start, or lacks what the backend calls.
-    #[error("the CUDA driver cannot be used: {detail}; or compute on the CPU with `--device cpu`")]
+    #[error("the CUDA driver cannot be used: {detail}; or compute on the CPU with `HostDevice`")]
     UnusableDriver {
         /// Which file, and what is wrong with it.
         detail: String,

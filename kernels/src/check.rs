@@ -476,6 +476,13 @@ pub fn starts(dims: &AttentionDims, starts: &[i32]) {
     }
 }
 
+/// Every id is one of a table's rows; `ids` are the bytes a real backend sees.
+pub fn ids(op: &str, rows: usize, ids: &[i32]) {
+    for (at, &id) in ids.iter().enumerate() {
+        assert!(usize::try_from(id).is_ok_and(|id| id < rows), "{op}: id {id} at {at} is one of {rows} rows");
+    }
+}
+
 pub fn gather(ids: View<'_>, table: View<'_>, out: &ViewMut<'_>) -> RowDims {
     let (tokens, width) = (ids.shape().elements(), table.shape().last());
     exact("gather", "ids", ids.dtype(), DType::I32);

@@ -17,6 +17,10 @@
 //!       ROWS       i32 [T, 1]  the number of each token
 //! ```
 
+mod expected;
+
+pub(crate) use expected::Expected;
+
 use crate::{ModelConfig, ModelError, QueryFactor, Result, SafetensorsSource};
 use std::path::Path;
 use terrace_kernels::DType;

@@ -135,7 +135,7 @@ fn a_step_that_fails_leaves_the_copies_as_they_were() {
             assert_eq!(weights_hash(&mut engine), known, "write {nth} failed after step {step}");
             if let Err(error) = train(&setup, &mut engine) {
                 // Nobody knows which step is live after half a commit.
-                assert!(error.to_string().contains("--resume"), "write {nth}: {error}");
+                assert!(error.to_string().contains("Engine::resume"), "write {nth}: {error}");
                 drop(engine);
                 engine = setup.resume().unwrap();
             }

@@ -304,7 +304,7 @@ fn refused(setup: &Setup) -> u64 {
         other => panic!("it is refused: {other:?}"),
     };
     for part in
-        [setup.disks[0].to_str().unwrap(), "without --resume", "OUTPUT/checkpoint-N", "step or checkpoint"]
+        [setup.disks[0].to_str().unwrap(), "with Engine::create", "OUTPUT/checkpoint-N", "Step or Checkpoint"]
     {
         assert!(text.contains(part), "{part:?} is in: {text}");
     }
@@ -369,9 +369,9 @@ fn state_is_kept_as_it_was_begun() {
     once.create();
     twice.create();
     for (setup, durability, parts) in [
-        (&once, Durability::Step, ["kept once", "--durability none"]),
-        (&once, Durability::Checkpoint, ["kept once", "--durability none"]),
-        (&twice, Durability::None, ["kept twice", "--durability step or checkpoint"]),
+        (&once, Durability::Step, ["kept once", "Durability::None"]),
+        (&once, Durability::Checkpoint, ["kept once", "Durability::None"]),
+        (&twice, Durability::None, ["kept twice", "Durability::Step or Checkpoint"]),
     ] {
         let text = Setup { durability, ..setup.clone() }.resume().expect_err("another number").to_string();
         assert!(parts.iter().all(|part| text.contains(part)), "{text}");
@@ -424,8 +424,8 @@ fn a_failure_loses_state_that_is_kept_once() {
                 lost += 1;
                 // A commit that failed may count: who opens the state again finds out.
                 let advice = match why {
-                    TierError::Uncertain { .. } => "open the state again (--resume)",
-                    _ => "--durability step or checkpoint",
+                    TierError::Uncertain { .. } => "open the state again (Engine::resume)",
+                    _ => "Durability::Step or Checkpoint",
                 };
                 assert!(text.contains(advice) && text.contains(&what), "{text}");
                 assert_eq!(engine.durable_step(), None);

@@ -369,7 +369,7 @@ fn state_of_another_run_is_refused_by_name() {
         }
     }
     let text = setup.try_create().map(drop).expect_err("refused").to_string();
-    assert!(text.contains("--resume"), "{text}");
+    assert!(text.contains("Engine::resume"), "{text}");
     assert_eq!(continued(&setup), expected(true), "none of them touched the state");
 }
 

@@ -106,7 +106,7 @@ fn what_must_be_kept_and_does_not_fit_is_refused() {
     let setup = keeping(&Setup { overrides, ..Setup::new(true) }.on_cpu(), usize::MAX);
     let bytes = setup.create().memory_plan().total(Tier::Host);
     let error = Setup { host_budget: bytes - 1, ..setup }.try_create().expect_err("refused").to_string();
-    for part in ["--activations auto", "activations that 3 of 3 blocks keep", "Raise it to"] {
+    for part in ["WindowOverrides::kept_blocks None", "activations that 3 of 3 blocks keep", "Raise it to"] {
         assert!(error.contains(part), "{part:?} is not in: {error}");
     }
 }

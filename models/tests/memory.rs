@@ -49,12 +49,16 @@ fn smallest_budget(name: &str, base: &Setup) {
     let refusal = refused(&Setup { host_budget: 1000, ..base.clone() });
     println!("{name}: {refusal}");
     let text = refusal.to_string();
-    for part in
-        ["--host-memory of 1000 B is too small", "needs at least", "Raise it to", "--seq-len", "--batch-size"]
-    {
+    for part in [
+        "EngineConfig::host_budget of 1000 B is too small",
+        "needs at least",
+        "Raise it to",
+        "BatchLimits::length",
+        "BatchLimits::sequences",
+    ] {
         assert!(text.contains(part), "{name}: {part:?} is in {text}");
     }
-    assert_eq!(text.contains("--offload disk"), base.placement != Placement::Disk, "{name}: {text}");
+    assert_eq!(text.contains("Placement::Disk"), base.placement != Placement::Disk, "{name}: {text}");
     assert!(base.disks.iter().all(|disk| !disk.exists()), "{name}: nothing is made before the plan fits");
 
     let minimum = refusal.minimum;

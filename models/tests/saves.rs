@@ -378,5 +378,5 @@ fn a_save_under_way_is_finished() {
     assert_eq!(setup.resume().unwrap().step(), 4);
     let nowhere = Setup { disks: Vec::new(), ..setup };
     let error = nowhere.create().export_beside(hash_of).expect_err("there is no place").to_string();
-    assert!(error.contains("--disk PATH"), "{error}");
+    assert!(error.contains("EngineConfig::disks"), "{error}");
 }

@@ -99,6 +99,16 @@ pub enum OptimizerError {
         /// The range in words.
         expected: &'static str,
     },
+    /// A schedule ends before its warm-up does.
+    #[error(
+        "warmup_steps is {warmup}, but the schedule ends after total_steps, {total}: warm up in fewer, or train more steps"
+    )]
+    Warmup {
+        /// Steps of warm-up.
+        warmup: u64,
+        /// Steps of the whole run.
+        total: u64,
+    },
     /// The pattern of a parameter-group rule matches no parameter.
     #[error("the parameter-group pattern `{0}` matches no parameter of the model: correct or remove it")]
     UnmatchedPattern(String),

@@ -20,5 +20,7 @@ pub(crate) fn check_non_negative(name: &'static str, value: f64) -> Result<()> {
 pub(crate) fn check_args(args: &StepArgs) -> Result<()> {
     check("step", args.step as f64, "at least 1", args.step >= 1)?;
     check_non_negative("learning rate", args.lr)?;
-    check_non_negative("weight_decay", args.weight_decay)
+    check_non_negative("weight_decay", args.weight_decay)?;
+    // It would turn the gradient around, or every bit of the state into no number.
+    check_non_negative("grad_scale", f64::from(args.grad_scale))
 }

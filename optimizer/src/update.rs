@@ -29,8 +29,8 @@ impl StepArgs {
     /// Says early what every update would refuse.
     ///
     /// # Errors
-    /// [`OptimizerError::Hyperparameter`](crate::OptimizerError::Hyperparameter): the step is 0, or the learning rate or the
-    /// weight decay is negative or not finite.
+    /// [`OptimizerError::Hyperparameter`](crate::OptimizerError::Hyperparameter): the step is 0, or the learning rate, the weight decay
+    /// or the gradient's scale is negative or not finite.
     pub fn check(&self) -> Result<()> {
         crate::ranges::check_args(self)
     }

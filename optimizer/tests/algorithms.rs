@@ -15,8 +15,8 @@ use half::bf16;
 use serde_json::Value;
 use terrace_optimizer::{
     Adagrad, Adam, AdamW, Algorithm, COMPACT_BLOCK, Gradient, Isa, Lion, Optimizer, OptimizerError, Sgd,
-    StateFormat, StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, optimizer, optimizer_on,
-    split, update_threaded,
+    StateFormat, StateKind, StateLayout, StepArgs, THREAD_CHUNK, WeightType, adamw, clip_coefficient,
+    optimizer, optimizer_on, split, update_threaded,
 };
 
 #[test]
@@ -235,6 +235,9 @@ fn arguments_out_of_range_leave_the_state_alone() {
             (StepArgs { step: 0, ..good }, "step"),
             (StepArgs { lr: -1.0, ..good }, "learning rate"),
             (StepArgs { weight_decay: f64::INFINITY, ..good }, "weight_decay"),
+            (StepArgs { grad_scale: f32::NAN, ..good }, "grad_scale"),
+            (StepArgs { grad_scale: f32::INFINITY, ..good }, "grad_scale"),
+            (StepArgs { grad_scale: clip_coefficient(2.0, -1.0), ..good }, "grad_scale"),
         ];
         for (args, name) in cases {
             let gradient = Gradient::F32(&[1.0, 1.0]);

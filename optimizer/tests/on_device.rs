@@ -296,7 +296,7 @@ fn runs_within_a_state() {
 fn any_bits() {
     for place in places() {
         for (layout, dtype) in combinations() {
-            for (round, scale) in [1.0, 0.371, 1e-30, 3e38, f32::INFINITY, f32::NAN].into_iter().enumerate() {
+            for (round, scale) in [1.0, 0.371, 1e-30, 3e38, f32::MAX, 0.0].into_iter().enumerate() {
                 let algorithm = algorithms()[round % 4];
                 let seed = 100 + round as u32;
                 let mut state = State::zeroed(layout, 1000);

@@ -82,6 +82,29 @@ fn parameters_out_of_range_are_refused_by_name() {
     }
 }
 
+#[test]
+fn a_warm_up_that_does_not_end_before_the_run_does() {
+    let warmup = Warmup::default();
+    for (kind, has_end) in [
+        (ScheduleKind::Linear, true),
+        (ScheduleKind::Cosine, true),
+        (ScheduleKind::CosineWithRestarts { cycles: 1 }, true),
+        (ScheduleKind::Polynomial { power: 1.0, end_lr: 0.0 }, true),
+        (ScheduleKind::WarmupDecayLr { warmup, min_lr: 0.0 }, true),
+        (ScheduleKind::WarmupCosineLr { warmup, warmup_min_ratio: 0.0 }, true),
+        (ScheduleKind::Constant, false),
+        (ScheduleKind::InverseSqrt { timescale: None }, false),
+        (ScheduleKind::WarmupLr { warmup, min_lr: 0.0 }, false),
+    ] {
+        let schedule = |warmup_steps, total_steps| {
+            Schedule { kind, warmup_steps, total_steps, ..Schedule::constant(0.5) }.checked()
+        };
+        assert!(schedule(5, 5).is_ok(), "{kind}");
+        let refused = OptimizerError::Warmup { warmup: 6, total: 5 };
+        assert_eq!(schedule(6, 5).err(), has_end.then_some(refused), "{kind}");
+    }
+}
+
 fn schedule_of(case: &Value) -> Schedule {
     let warmup = if case["warmup"] == "linear" { Warmup::Linear } else { Warmup::Log };
     let field = |name: &str| number(&case[name]);

@@ -398,7 +398,7 @@ impl Trainer<'_> {
             return true;
         }
         if let Err(error) = self.engine.save() {
-            eprintln!("error: step {step} was not saved: {error}");
+            eprintln!("error: step {step} was not saved: {}", CliError::from(error));
             return false;
         }
         eprintln!("step {step} is saved all the same; --resume continues from it");

@@ -10,6 +10,7 @@ pub mod eval;
 pub mod export;
 pub mod finetune;
 mod finetune_checks;
+pub(crate) mod flags;
 mod floor;
 mod frozen_knobs;
 pub mod generate;

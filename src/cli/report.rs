@@ -1,6 +1,7 @@
 //! `terrace report`: what this machine offers. Nothing is changed; GPU libraries that are found are loaded and asked.
 
 use crate::calibrate::machine::cpu_name;
+use crate::cli::flags::in_flags;
 use crate::config::ByteSize;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -133,7 +134,7 @@ impl Report {
             cuda_driver: cuda.driver_version.map(|(major, minor)| format!("{major}.{minor}")),
             gpu_libraries: cuda.libraries.into_iter().map(|found| (found.name, library(found))).collect(),
             gpus: cuda.devices.iter().map(gpu).collect(),
-            gpu_problem: cuda.problem,
+            gpu_problem: cuda.problem.as_deref().map(in_flags),
         }
     }
 }

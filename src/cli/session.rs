@@ -168,7 +168,10 @@ fn open_backend(
             Ok(backend) => return Ok(backend),
             Err(EngineError::Device(DeviceError::NoDriver { .. } | DeviceError::NoSuchDevice { .. })) => {}
             Err(EngineError::Device(error)) => {
-                eprintln!("warning: computing on the CPU, because the card cannot be used: {error}");
+                eprintln!(
+                    "warning: computing on the CPU, because the card cannot be used: {}",
+                    CliError::failed(error)
+                );
             }
             Err(error) => return Err(error.into()),
         },

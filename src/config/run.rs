@@ -395,7 +395,8 @@ fn schedule(args: &FinetuneArgs, given: &DsConfig, base_lr: f64) -> Result<Sched
         }
         choice.base_lr = None;
     }
-    match choice.complete(1, base_lr).validate() {
+    // A run that ends within its warm-up is none the worse for it.
+    match choice.complete(u64::MAX, base_lr).validate() {
         Ok(()) => Ok(choice),
         Err(error) => usage(format!("{source} {}: {error}", choice.kind)),
     }

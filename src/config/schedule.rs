@@ -50,15 +50,7 @@ impl ScheduleChoice {
 
     /// Whether the rate of a step depends on how long the run is.
     pub fn depends_on_length(&self) -> bool {
-        let has_end = !matches!(
-            self.kind,
-            ScheduleKind::Constant
-                | ScheduleKind::InverseSqrt { .. }
-                | ScheduleKind::WarmupLr { .. }
-                | ScheduleKind::OneCycle(_)
-                | ScheduleKind::LrRangeTest { .. }
-        );
-        has_end && self.total_steps.is_none()
+        self.complete(0, 0.0).has_end() && self.total_steps.is_none()
     }
 
     /// Whether the schedule begins with a warm-up of so many steps.

@@ -30,7 +30,9 @@ pub struct SamplingConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SamplingError {
     /// A logit is not a number.
-    #[error("the model's output for token {0} is not a number; try --dtype fp32, and check the weights")]
+    #[error(
+        "the model's output for token {0} is not a number; try EngineConfig::dtype F32, and check the weights"
+    )]
     NotANumber(usize),
     /// There is no logit above minus infinity.
     #[error("the model gives every token a probability of zero")]

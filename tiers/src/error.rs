@@ -47,7 +47,7 @@ pub enum TierError {
     #[error(
         "{what} needs {} on {} but only {} are free, {} too little; {}free space, {smaller}",
         ByteSize(*needed), dir.display(), ByteSize(*free), ByteSize(needed.saturating_sub(*free)),
-        if *fits_once { "keep it once instead of twice (--durability none: a run that crashes starts over), " } else { "" }
+        if *fits_once { "keep it once instead of twice (Durability::None: a run that crashes starts over), " } else { "" }
     )]
     DiskTooSmall {
         /// What needs it.
@@ -95,8 +95,8 @@ pub enum TierError {
     },
     /// The drive cannot read one of the two slots of the manifest.
     #[error(
-        "{cause}. It may be that of the newest commit. If the drive goes on failing, `terrace inspect --verify --restore-previous` with its \
-         --disk paths goes on from the other, of step {step}, if that is whole"
+        "{cause}. It may be that of the newest commit. If the drive goes on failing, \
+         `terrace inspect --verify --restore-previous` with its --disk paths goes on from the other, of step {step}, if that is whole"
     )]
     UnreadableSlot {
         /// What the drive said.
@@ -105,7 +105,7 @@ pub enum TierError {
         step: u64,
     },
     /// A commit failed after it may have reached the disk; nothing can be built on it without looking.
-    #[error("an earlier commit to {} failed half-way, so it is unknown which step is live there; open the state again (--resume)", path.display())]
+    #[error("an earlier commit to {} failed half-way, so it is unknown which step is live there; open the state again (Engine::resume)", path.display())]
     Uncertain {
         /// The manifest.
         path: PathBuf,
@@ -119,7 +119,7 @@ pub enum TierError {
         detail: String,
     },
     /// State with one generation was being overwritten: no step of it is whole.
-    #[error("the training state in {} cannot be used: it is kept once (--durability none) and was being overwritten when its run ended or failed; it was last whole at step {step}. Start again without --resume, from an exported model folder (the run's OUTPUT/checkpoint-N) or the original one, in an empty directory or after removing this one; with --durability step or checkpoint a run survives crashes", dir.display())]
+    #[error("the training state in {} cannot be used: it is kept once (Durability::None) and was being overwritten when its run ended or failed; it was last whole at step {step}. Start again with Engine::create, from an exported model folder (the run's OUTPUT/checkpoint-N) or the original one, in an empty directory or after removing this one; with Durability::Step or Checkpoint a run survives crashes", dir.display())]
     Changing {
         /// The first directory.
         dir: PathBuf,
@@ -127,7 +127,7 @@ pub enum TierError {
         step: u64,
     },
     /// What says how the state is laid out is damaged, or a file is not as it says.
-    #[error("the training state in {} is damaged: {detail}. Every step is found by it, so none can be read: restore the directories from a copy, or remove them and start again without --resume", path.display())]
+    #[error("the training state in {} is damaged: {detail}. Every step is found by it, so none can be read: restore the directories from a copy, or remove them and start again with Engine::create", path.display())]
     NoLayout {
         /// The file.
         path: PathBuf,
@@ -135,7 +135,7 @@ pub enum TierError {
         detail: String,
     },
     /// The state on disk is damaged.
-    #[error("the training state in {} is damaged: {detail}; `terrace inspect --verify` with its --disk paths says whether the step before is whole and can go back to it; else restore the directories from a copy, or remove them and start again without --resume", path.display())]
+    #[error("the training state in {} is damaged: {detail}; `terrace inspect --verify` with its --disk paths says whether the step before is whole and can go back to it; else restore the directories from a copy, or remove them and start again with Engine::create", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -168,7 +168,7 @@ impl TierError {
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{what} of {} is too small: this run needs at least {}.\n{breakdown}Raise it to {}{}{}", ByteSize(*budget), ByteSize(*minimum).rounded_up(), ByteSize(*minimum).rounded_up(), and(also), or(alternatives))]
 pub struct PlanRefusal {
-    /// Which budget, as the user names it, for example `--host-memory`.
+    /// Which budget, for example `EngineConfig::host_budget`.
     pub what: &'static str,
     /// What the user gave.
     pub budget: u64,

@@ -74,7 +74,7 @@ impl Regions {
         let region_bytes = whole(region_bytes);
         let volume = Volume::create_scratch(engine, striping, name, (region_bytes * count) as u64);
         let volume = volume.map_err(|error| {
-            let smaller = "add another --disk path, or lower --batch-size or --max-new-tokens";
+            let smaller = "add another directory to EngineConfig::disks, or lower BatchLimits::sequences or BatchLimits::cache_length";
             error.too_small_for("the key/value cache", smaller)
         })?;
         let blocks = region_bytes / REGION_BLOCK;

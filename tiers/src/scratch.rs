@@ -34,6 +34,9 @@ enum ChunkState {
     Written { sum: u64, len: usize },
 }
 
+/// More than any file system holds; rounded up to pages it does not wrap.
+const SCRATCH_BYTES_MAX: u64 = 1 << 50;
+
 impl Scratch {
     /// Bytes that a volume of `count` chunks of up to `chunk_bytes` needs in each directory.
     pub fn bytes_per_dir(striping: &Striping, count: usize, chunk_bytes: usize) -> Vec<u64> {
@@ -45,7 +48,7 @@ impl Scratch {
     /// The directories belong to the caller: no lock is taken here.
     ///
     /// # Errors
-    /// The directories have too little room or cannot be written.
+    /// The directories have too little room or cannot be written, or no file holds as much.
     pub fn create(
         engine: &Arc<dyn IoEngine>,
         striping: &Striping,
@@ -53,6 +56,11 @@ impl Scratch {
         count: usize,
         chunk_bytes: usize,
     ) -> Result<Self, TierError> {
+        if (chunk_bytes as u64).max(1).checked_mul(count as u64).is_none_or(|bytes| bytes > SCRATCH_BYTES_MAX)
+        {
+            let detail = format!("of {count} chunks of {chunk_bytes} bytes is larger than any file");
+            return Err(TierError::Invalid { what: "a scratch volume", detail });
+        }
         let (chunk_stride, bytes) = (stride(chunk_bytes), stride(chunk_bytes) * count as u64);
         let volume = Volume::create_scratch(engine, striping, name, bytes)?;
         let chunks = (0..count).map(|_| ChunkState::Empty).collect();

@@ -218,7 +218,7 @@ impl Volume {
                 }
                 Header::Part(_) | Header::None => {
                     return Err(foreign(format!(
-                        "does not belong to path {} of {} of this run; give the --disk paths of the run in their original order",
+                        "does not belong to path {} of {} of this run; give the EngineConfig::disks of the run in their original order",
                         index + 1,
                         paths.len()
                     )));
@@ -558,7 +558,7 @@ pub(crate) fn require_space(dirs: &[PathBuf], bytes: &[u64]) -> Result<(), TierE
         if needed > free {
             return Err(TierError::DiskTooSmall {
                 what: "the training state",
-                smaller: "add another --disk path, or choose a smaller --state",
+                smaller: "add another directory to EngineConfig::disks, or choose a smaller StateFormat",
                 dir: dir.clone(),
                 needed,
                 free,

@@ -326,7 +326,7 @@ fn both_copies_are_needed_for_an_error() {
             assert!(matches!(found, TierError::NoLayout { .. }), "{found}");
             let expected = format!(
                 "the training state in {} is damaged: {error}. Every step is found by it, so none can be read: restore the \
-                 directories from a copy, or remove them and start again without --resume",
+                 directories from a copy, or remove them and start again with Engine::create",
                 file.path.display()
             );
             assert_eq!(found.to_string(), expected);
@@ -487,7 +487,7 @@ fn the_only_commit_has_no_substitute() {
     assert!(matches!(error, TierError::NoState { .. }), "{error}");
     assert_eq!(
         error.to_string(),
-        "/disk0/manifest.bin holds no training state: its creation never finished; start again without --resume"
+        "/disk0/manifest.bin holds no training state: its creation never finished; start again with Engine::create"
     );
 
     // State that is kept once has a mark where the commit before was.

@@ -413,7 +413,7 @@ fn a_store_that_is_kept_once_is_whole_or_says_since_when_it_is_not() {
     let before: Vec<_> = dirs.iter().map(|dir| files(dir)).collect();
     let error = DiskStore::open(&engine(), &dirs).unwrap_err().to_string();
     for part in
-        [dirs[0].to_str().unwrap(), "last whole at step 2", "without --resume", "--durability step or"]
+        [dirs[0].to_str().unwrap(), "last whole at step 2", "with Engine::create", "Durability::Step or"]
     {
         assert!(error.contains(part), "{part:?} is in: {error}");
     }

@@ -99,6 +99,43 @@ fn what_was_never_committed() {
     assert_eq!(read(&store, 0, 0), Ok(1));
 }
 
+/// Both panicked. The store is as it was, and what is missing can still be written.
+#[test]
+fn a_commit_of_what_was_not_written() {
+    let said = |result: Result<(), TierError>| result.unwrap_err().to_string();
+    for generations in [1, 2] {
+        let store = create(&disk(0), StoreSpec { generations, ..spec() }).unwrap();
+        let words = "4 of 4 were not: chunk 0 of the weights of group first is the first";
+        assert!(said(store.commit(1, b"")).contains(words), "{generations}");
+        assert!(said(store.commit_unchanged(1, b"")).contains("nothing was committed yet"));
+        store.write(key(0), 0, filled(1)).unwrap();
+        store.write(key(0), 1, filled(1)).unwrap();
+        store.write(key(1), 1, filled(1)).unwrap();
+        let words = "1 of 4 were not: chunk 0 of the weights of group second is the first";
+        assert!(said(store.commit(1, b"")).contains(words), "{generations}");
+        assert!(!store.is_committed() && !store.is_uncertain());
+        store.write(key(1), 0, filled(1)).unwrap();
+        store.commit(1, b"").unwrap();
+        let chunks = [(0, 0), (0, 1), (1, 0), (1, 1)];
+        assert_eq!(chunks.map(|(group, chunk)| read(&store, group, chunk)), [1; 4].map(Ok));
+        assert!(said(store.commit(2, b"")).contains("4 of 4 were not"));
+        store.write(key(0), 0, filled(2)).unwrap();
+        let refused = store.commit_unchanged(2, b"");
+        if generations == 1 {
+            assert!(said(refused).contains("was being overwritten"));
+            for (group, chunk) in [(0, 1), (1, 0), (1, 1)] {
+                store.write(key(group), chunk, filled(2)).unwrap();
+            }
+            store.commit(2, b"").unwrap();
+            assert_eq!(read(&store, 0, 0), Ok(2));
+        } else {
+            refused.unwrap();
+            assert_eq!(read(&store, 0, 0), Ok(1));
+        }
+        assert_eq!(store.committed().step, 2);
+    }
+}
+
 /// The store is as it was.
 #[test]
 fn a_note_that_is_too_long() {

@@ -72,6 +72,32 @@ fn verify(store: &DiskStore) -> Result<(), TierError> {
     Ok(())
 }
 
+/// The second was said to be in use by another process.
+#[test]
+fn a_directory_that_is_given_twice() {
+    let root = tempfile::tempdir().unwrap();
+    let io = engine();
+    for second in ["a", "b/../a"] {
+        std::fs::create_dir_all(root.path().join("b")).unwrap();
+        let dirs = dirs(root.path(), &["a", "b", second]);
+        let error = DiskStore::create(&io, &Striping::equal(&dirs), small()).unwrap_err().to_string();
+        let words =
+            format!("{} is the same directory as {}; give it once", dirs[2].display(), dirs[0].display());
+        assert!(error.contains(&words), "{error}");
+    }
+}
+
+/// Its bytes wrapped, and memory for its chunks was asked for.
+#[test]
+fn scratch_that_no_file_holds() {
+    let root = tempfile::tempdir().unwrap();
+    for (count, bytes) in [(usize::MAX, 4096), (usize::MAX, 0), (1 << 52, 4097), (2, usize::MAX)] {
+        let striping = Striping::equal(&dirs(root.path(), &["a"]));
+        let error = Scratch::create(&engine(), &striping, "scratch.bin", count, bytes).unwrap_err();
+        assert!(error.to_string().contains("larger than any file"), "{error}");
+    }
+}
+
 /// Makes a store with steps 0 and 1 and closes it.
 fn made(dirs: &[PathBuf]) {
     let mut store = DiskStore::create(&engine(), &Striping::equal(dirs), small()).unwrap();
@@ -176,7 +202,7 @@ fn state_is_not_overwritten_by_a_new_run() {
     made(&dirs);
     let error = created(&dirs);
     assert!(matches!(error, TierError::StateExists { .. }));
-    says(&error, &["committed at step 1", "--resume", dirs[0].to_str().unwrap()]);
+    says(&error, &["committed at step 1", "Engine::resume", dirs[0].to_str().unwrap()]);
     assert_eq!(reopened(&dirs).unwrap(), 1);
 }
 
@@ -196,7 +222,7 @@ fn there_is_nothing_to_open() {
     killed(&empty);
     let error = reopened(&empty).unwrap_err();
     assert!(matches!(error, TierError::NoState { .. }));
-    says(&error, &["never finished", "without --resume"]);
+    says(&error, &["never finished", "with Engine::create"]);
     made(&empty);
 }
 
@@ -222,7 +248,7 @@ fn directories_in_another_order_are_refused() {
     let first_is_second = dirs(root.path(), &["b", "a", "c"]);
     let error = reopened(&first_is_second).unwrap_err();
     says(&error, &["manifest is in", "original order"]);
-    says(&created(&first_is_second), &["--resume", "committed at step 1"]);
+    says(&created(&first_is_second), &["Engine::resume", "committed at step 1"]);
     says(&reopened(&right[..2]).unwrap_err(), &["path 1 of 2", "original order"]);
     assert_eq!(reopened(&right).unwrap(), 1);
 }
@@ -435,8 +461,8 @@ fn a_state_larger_than_the_disk_is_refused_with_numbers() {
     let error = DiskStore::create(&engine(), &Striping::equal(&dirs), spec(1 << 50)).unwrap_err();
     let TierError::DiskTooSmall { needed, free, .. } = &error else { panic!("{error}") };
     assert!(*needed > 12 << 50 && *free <= free_space(root.path()).unwrap().unwrap() + (1 << 30));
-    says(&error, &["needs 12.0 PiB", "are free", "--disk", "--state"]);
-    assert!(!error.to_string().contains("--durability"), "half of it does not fit either: {error}");
+    says(&error, &["needs 12.0 PiB", "are free", "EngineConfig::disks", "StateFormat"]);
+    assert!(!error.to_string().contains("Durability::"), "half of it does not fit either: {error}");
     assert!(!dirs[0].join("state.bin").exists());
 }
 
@@ -470,11 +496,7 @@ fn a_full_disk_is_refused_before_or_while_creating() {
         assert!(matches!(error, TierError::DiskTooSmall { .. }), "{error}");
         says(
             &error,
-            &[
-                "3.00 MiB",
-                "are free, 4.00 KiB too little",
-                "keep it once instead of twice (--durability none",
-            ],
+            &["3.00 MiB", "are free, 4.00 KiB too little", "keep it once instead of twice (Durability::None"],
         );
 
         // The data fit, and the manifest does not: the engine is the one to find out.

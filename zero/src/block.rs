@@ -12,7 +12,7 @@
 //! [what rows are those of an expert](terrace_kernels::Experts::starts).
 
 use crate::gradient_parts::Accumulator;
-use crate::{Kept, Result};
+use crate::{Kept, MicroBatch, Result};
 use std::fmt::Debug;
 use std::ops::Range;
 use terrace_device::{Arena, BytesMut};
@@ -63,6 +63,22 @@ pub enum Mode {
     Evaluate,
     /// Forward only over a key/value cache; the last block gives the logits of each sequence's last position.
     Generate,
+}
+
+/// What a batch is for, see [`Block::check`].
+#[derive(Debug, Clone, Copy)]
+pub enum BatchUse<'a> {
+    /// The shape of batches to come: its numbers mean nothing.
+    Sample,
+    /// A loss, with or without its gradient.
+    Loss,
+    /// Logits of a generation.
+    Generate {
+        /// Positions that the cache has of each row's sequence.
+        cached: &'a [usize],
+        /// Valid positions of each row.
+        added: &'a [usize],
+    },
 }
 
 /// What a block's `forward` writes.
@@ -442,6 +458,15 @@ pub trait Block: Send + Sync + Debug {
     /// What it carries from pass to pass in [`Mode::Generate`], if it is recurrent.
     fn carries(&self) -> Option<CarrySpec> {
         None
+    }
+
+    /// Refuses a batch that it cannot compute with: other inputs than it reads, or numbers outside a table. The engine asks every block
+    /// before anything is done; no kernel refuses them later but by a panic.
+    ///
+    /// # Errors
+    /// [`EngineError::Batch`](crate::EngineError::Batch), which says what is wrong with which input.
+    fn check(&self, _batch: &MicroBatch, _use: BatchUse<'_>) -> Result {
+        Ok(())
     }
 
     /// How many times a forward or backward over so many rows multiplies with each of its weights, one part of the rows after the

@@ -115,7 +115,7 @@ pub(crate) fn compare(expected: &StoreSpec, found: &StoreSpec) -> Result {
     }
     if expected.kinds != found.kinds {
         return Err(EngineError::Config(format!(
-            "the state on disk has another format: it was {} and is now {}. Resume with the original --state and --dtype, or \
+            "the state on disk has another format: it was {} and is now {}. Resume with the original StateFormat and EngineConfig::dtype, or \
              choose another directory",
             format_words(found),
             format_words(expected)
@@ -145,8 +145,8 @@ fn format_words(spec: &StoreSpec) -> String {
 /// Says that state which is kept once cannot go on as state that is kept twice, or the other way round.
 fn generations_difference(expected: &StoreSpec, found: &StoreSpec) -> String {
     let words = |spec: &StoreSpec| match spec.generations {
-        1 => ("once, overwritten in place", "--durability none"),
-        _ => ("twice, the last step beside the next", "--durability step or checkpoint"),
+        1 => ("once, overwritten in place", "Durability::None"),
+        _ => ("twice, the last step beside the next", "Durability::Step or Checkpoint"),
     };
     let ((kept, made_with), (wanted, _)) = (words(found), words(expected));
     format!(

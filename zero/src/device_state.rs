@@ -297,7 +297,8 @@ fn exclusive(place: &mut Option<Arc<Region>>) -> Result<BytesMut<'_>> {
 
 fn lost() -> EngineError {
     EngineError::Config(
-        "state on the device was lost with a copy that failed: go on from the last save (--resume)".into(),
+        "state on the device was lost with a copy that failed: go on from the last save (Engine::resume)"
+            .into(),
     )
 }
 

@@ -692,7 +692,7 @@ fn operations(counter: &dry::Counter) -> Result<u64> {
 
 fn too_many_operations() -> EngineError {
     EngineError::Config(
-        "a step has more operations than can be counted (2⁶⁴): lower --grad-accum, --batch-size or --seq-len"
+        "a step has more operations than can be counted (2⁶⁴): lower BatchLimits::micro_batches, BatchLimits::sequences or BatchLimits::length"
             .into(),
     )
 }

@@ -23,8 +23,8 @@ use crate::turns::Turns;
 use crate::update::UpdateSlots;
 use crate::work::{StepWork, step_work};
 use crate::{
-    Backend, Block, EngineConfig, EngineError, MicroBatch, Placement, Result, WeightSource, WindowOverrides,
-    checkpoint,
+    Backend, BatchLimits, BatchUse, Block, EngineConfig, EngineError, MicroBatch, Placement, Result,
+    WeightSource, WindowOverrides, checkpoint,
 };
 use std::fmt;
 use std::path::PathBuf;
@@ -145,7 +145,7 @@ pub struct Outlook {
 impl Engine {
     /// Plans, allocates and loads initial weights from `source`. With state on disk, this commits step 0.
     ///
-    /// `sample` has the shape of the largest micro-batch.
+    /// `sample` has the shape of the largest micro-batch, which is that of the limits.
     ///
     /// # Errors
     /// The plan does not fit, the source lacks a tensor, or a tier failed. Nothing is written before the plan fits.
@@ -164,7 +164,7 @@ impl Engine {
                 let store = store.map_err(|error| match parts.config.training {
                     Some(_) => error,
                     None => {
-                        let smaller = "add another --disk path, choose smaller --weights, or keep them in memory (--offload host)";
+                        let smaller = "add another directory to EngineConfig::disks, choose a smaller QuantFormat, or keep them in memory (Placement::Host)";
                         error.too_small_for("a copy of the weights", smaller)
                     }
                 })?;
@@ -191,7 +191,7 @@ impl Engine {
     ) -> Result<Self> {
         if config.disks.is_empty() {
             return Err(EngineError::Config(
-                "resuming needs the directory of the state: give --disk PATH".into(),
+                "resuming needs the directory of the state: set EngineConfig::disks".into(),
             ));
         }
         let store = DiskStore::open(&backend.io, &config.disks)?;
@@ -514,6 +514,7 @@ impl Parts {
         if config.training.is_some() {
             Rounds::new(config.accumulation, config.limits, &network).check(&network)?;
         }
+        require_sample(sample, &config, &network)?;
         let (mut kinds, optimizer) = StateKinds::new(&config, &network)?;
         let optimizer: Option<Arc<dyn Optimizer>> = optimizer.map(Arc::from);
         let device_optimizer = device_optimizer(&config, backend, optimizer.as_deref());
@@ -558,6 +559,19 @@ impl Parts {
         let store = store.sync_ahead(sync_ahead);
         Ok(StateHome::Disk(Box::new(Stored::new(store, cache, saves))))
     }
+}
+
+/// Refuses a sample that the blocks do not take, or of another shape than the batches of the plan.
+fn require_sample(sample: &MicroBatch, config: &EngineConfig, network: &Network) -> Result {
+    let BatchLimits { sequences, length, .. } = config.limits;
+    if (sample.sequences, sample.length) != (sequences, length) {
+        return Err(EngineError::Config(format!(
+            "the sample batch has {} sequences of {} positions, BatchLimits {sequences} of {length}: make one with their numbers",
+            sample.sequences, sample.length
+        )));
+    }
+    sample.check_inputs(&sample.input_shapes())?;
+    network.check(sample, BatchUse::Sample)
 }
 
 /// What updates state in the memory of a device that has its own, if anything there can.

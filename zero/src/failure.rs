@@ -87,10 +87,10 @@ impl Engine {
 pub(crate) fn not_finite(what: &str, step: u64, is_first: bool, safe: Option<u64>) -> EngineError {
     let still = safe.map_or_else(String::new, |safe| format!("; the state is still that of step {safe}"));
     let advice = if is_first {
-        "Nothing was updated before it: look for broken weights in the model's folder, not numbers or too large for --dtype, and for broken \
+        "Nothing was updated before it: look for broken weights in the model's folder, not numbers or too large for EngineConfig::dtype, and for broken \
          rows in the data"
     } else {
-        "Lower the learning rate, clip gradients (--clip 1.0) or look for broken rows in the data"
+        "Lower the learning rate, clip gradients (TrainingConfig::clip 1.0) or look for broken rows in the data"
     };
     EngineError::Diverged(format!("the {what} of step {step} is not finite{still}. {advice}"))
 }

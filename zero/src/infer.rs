@@ -13,7 +13,7 @@ use crate::pass::Pass;
 use crate::state::StateHome;
 use crate::timeline::Resource;
 use crate::train::zero_loss;
-use crate::{Context, EngineConfig, EngineError, KvCache, MicroBatch, Mode, Result};
+use crate::{BatchUse, Context, EngineConfig, EngineError, KvCache, MicroBatch, Mode, Result};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,8 +33,9 @@ impl Engine {
     /// The loss of a batch under the current weights; changes nothing.
     ///
     /// # Errors
-    /// A shape that was not planned or a failing tier.
+    /// A shape that was not planned, numbers that blocks [cannot compute with](crate::Block::check), or a failing tier.
     pub fn evaluate(&mut self, batch: &MicroBatch) -> Result<Evaluation> {
+        self.require_planned(batch, BatchUse::Loss)?;
         let (loss, _) = self.forward_only(batch, Mode::Evaluate, None)?;
         let bytes = self.read(loss, "the loss")?;
         let loss_sum = f64::from_le_bytes(bytes.try_into().expect("the loss is one f64"));
@@ -74,8 +75,8 @@ impl Engine {
     /// what the cache has of `sequences[b]`, each of which comes once; `added[b]` positions of it are valid and stay in the cache.
     ///
     /// # Errors
-    /// `sequences` or `added` do not match the batch or the cache, which is another engine's, or full; a shape was not planned, or a tier
-    /// failed. The cache then knows of no position more than before; if keys and values are not all on the device, or blocks are recurrent,
+    /// `sequences` or `added` do not match the batch or the cache, which is another engine's, or full; a shape was not planned, numbers are
+    /// such that blocks [cannot compute with](crate::Block::check) them, or a tier failed. The cache then knows of no position more than before; if keys and values are not all on the device, or blocks are recurrent,
     /// and a tier failed, it is of no more use.
     pub fn logits(
         &mut self,
@@ -85,8 +86,9 @@ impl Engine {
         added: &[usize],
     ) -> Result<Vec<f32>> {
         cache.check(batch, sequences, added, &self.cache_alive)?;
-        let longest =
-            sequences.iter().map(|&sequence| cache.lengths()[sequence]).max().unwrap_or(0) + batch.length;
+        let cached: Vec<usize> = sequences.iter().map(|&sequence| cache.lengths()[sequence]).collect();
+        self.require_planned(batch, BatchUse::Generate { cached: &cached, added })?;
+        let longest = cached.iter().max().unwrap_or(&0) + batch.length;
         if longest > cache.capacity() {
             return Err(EngineError::Config(format!(
                 "{longest} positions do not fit the key/value cache of {}",
@@ -114,15 +116,19 @@ impl Engine {
         Ok(bytes)
     }
 
-    fn require_planned(&self, batch: &MicroBatch) -> Result {
+    fn require_planned(&self, batch: &MicroBatch, of: BatchUse<'_>) -> Result {
         let limits = self.config.limits;
+        if batch.sequences == 0 || batch.length == 0 {
+            return Err(EngineError::Batch("the batch has no positions".into()));
+        }
         if batch.sequences > limits.sequences || batch.length > limits.length {
             return Err(EngineError::Config(format!(
                 "batches of up to {} × {} positions were planned, not {} × {}",
                 limits.sequences, limits.length, batch.sequences, batch.length
             )));
         }
-        batch.check_inputs(&self.inputs)
+        batch.check_inputs(&self.inputs)?;
+        self.network.check(batch, of)
     }
 
     fn forward_only(
@@ -131,7 +137,6 @@ impl Engine {
         mode: Mode,
         cache: Option<(&mut KvCache, &[usize], &[usize])>,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        self.require_planned(batch)?;
         self.flush()?;
         let Self {
             config,

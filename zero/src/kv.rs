@@ -134,6 +134,9 @@ impl KvCache {
                 Some(true) => return refuse(format!("sequence {sequence} comes twice, again in row {row}")),
                 Some(taken) => *taken = true,
             }
+            if added == 0 {
+                return refuse(format!("row {row} adds no position: leave it out of the batch"));
+            }
             if added > batch.length {
                 return refuse(format!("row {row} of {} positions cannot add {added}", batch.length));
             }
@@ -167,17 +170,21 @@ impl KvCache {
 
     /// Gives sequences the pages that `added` more positions of each need.
     pub(crate) fn grow(&mut self, sequences: &[usize], added: &[usize]) -> Result {
-        for (&sequence, added) in sequences.iter().zip(added) {
+        let more = |(&sequence, added): (&usize, &usize)| {
             let needed = (self.lengths[sequence] + added).div_ceil(CACHE_PAGE);
-            while self.pages[sequence].len() < needed {
-                let Some(page) = self.free.pop() else {
-                    return Err(EngineError::Config(format!(
-                        "no page is left in the key/value cache of {} × {CACHE_PAGE} positions",
-                        self.limits.pages()
-                    )));
-                };
-                self.pages[sequence].push(page);
-            }
+            (sequence, needed.saturating_sub(self.pages[sequence].len()))
+        };
+        let more: Vec<(usize, usize)> = sequences.iter().zip(added).map(more).collect();
+        let taken: usize = more.iter().map(|(_, pages)| pages).sum();
+        let Some(left) = self.free.len().checked_sub(taken) else {
+            return Err(EngineError::Config(format!(
+                "no page is left in the key/value cache of {} × {CACHE_PAGE} positions",
+                self.limits.pages()
+            )));
+        };
+        let mut taken = self.free.drain(left..).rev();
+        for (sequence, pages) in more {
+            self.pages[sequence].extend(taken.by_ref().take(pages));
         }
         Ok(())
     }

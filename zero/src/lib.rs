@@ -58,8 +58,8 @@ use activations::Activations;
 pub use backend::Backend;
 pub use batch::{HostTensor, MicroBatch};
 pub use block::{
-    Begun, Block, CarrySlot, CarrySpec, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec, ParamSpec,
-    Weight, Weights,
+    BatchUse, Begun, Block, CarrySlot, CarrySpec, Context, Gradients, KvSlot, KvSpec, Mode, OutputSpec,
+    ParamSpec, Weight, Weights,
 };
 pub use builder::EngineBuilder;
 #[doc(hidden)]

@@ -7,7 +7,7 @@
 //! If any parameter is quantized, all groups are laid out in bytes instead: an *element* of a group is then one byte, plain
 //! parameters lie between quantized ones, and whatever moves or stores groups need not know the difference.
 
-use crate::{Block, EngineError, OutputSpec, ParamSpec, Result, Weight};
+use crate::{BatchUse, Block, EngineError, MicroBatch, OutputSpec, ParamSpec, Result, Weight};
 use std::collections::HashMap;
 use std::ops::Range;
 use terrace_device::Bytes;
@@ -115,6 +115,11 @@ impl Network {
             dtype: self.dtype,
             element_bytes: self.element_bytes,
         }
+    }
+
+    /// Asks every block whether it can compute with a batch.
+    pub(crate) fn check(&self, batch: &MicroBatch, of: BatchUse<'_>) -> Result {
+        self.blocks.iter().try_for_each(|block| block.check(batch, of))
     }
 
     /// The first quantized parameter, if there is one.

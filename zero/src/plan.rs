@@ -230,8 +230,8 @@ impl Planner<'_> {
         if choices.is_empty() {
             let micro_batches = self.config.limits.micro_batches;
             return Err(EngineError::Config(format!(
-                "{micro_batches} micro-batches are too many where blocks keep their activations for each: lower --grad-accum to {}, or \
-                 leave --activations to the plan",
+                "{micro_batches} micro-batches are too many where blocks keep their activations for each: lower BatchLimits::micro_batches to {}, or \
+                 leave WindowOverrides::kept_blocks to the plan",
                 LEAVING_MAX / keepers.len().max(self.network.last()).max(1)
             )));
         }
@@ -713,26 +713,27 @@ impl Planner<'_> {
 
     fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {
         let [host, device] = [
-            ("--host-memory", Tier::Host, self.config.host_budget),
-            ("--device-memory", Tier::Device, self.config.device_budget),
+            ("EngineConfig::host_budget", Tier::Host, self.config.host_budget),
+            ("EngineConfig::device_budget", Tier::Device, self.config.device_budget),
         ];
         let is_small = |budget: (&str, Tier, u64)| smallest.memory.total(budget.1) > budget.2;
         let (what, tier, budget) = if is_small(host) { host } else { device };
         let also = Some(device).filter(|_| is_small(host) && is_small(device));
         let mut knobs = Vec::new();
         if self.config.overrides.kept_blocks.is_some_and(|blocks| blocks > 0) {
-            knobs.push("let fewer blocks keep their activations (--activations auto)".into());
+            knobs.push("let fewer blocks keep their activations (WindowOverrides::kept_blocks None)".into());
         }
         if self.config.placement != Placement::Disk {
-            let place = if self.config.training.is_some() { "" } else { " with --disk PATH" };
+            let place = if self.config.training.is_some() { "" } else { " with EngineConfig::disks" };
             let stays = tier == Tier::Device && self.config.placement == Placement::None;
-            let host = if stays { "--offload host or " } else { "" };
-            knobs.push(format!("use {host}--offload disk{place}"));
+            let host = if stays { "Placement::Host or " } else { "" };
+            knobs.push(format!("use {host}Placement::Disk{place}"));
         }
         let limits = self.config.limits;
         if limits.cache_length > 0 {
             let unified = self.backend.device.unified();
-            let (host, disk) = ("--kv host", "--kv disk with --disk PATH");
+            let (host, disk) =
+                ("EngineConfig::kv_tier Host", "EngineConfig::kv_tier Disk with EngineConfig::disks");
             match (self.config.kv_place(unified), tier) {
                 (Tier::Device, Tier::Device) => knobs.push(format!("use {host} or {disk}")),
                 (Tier::Device | Tier::Host, Tier::Host) => knobs.push(format!("use {disk}")),
@@ -740,19 +741,20 @@ impl Planner<'_> {
             }
         }
         if smallest.windows.sum_chunks > 0 {
-            knobs.push("accumulate vertically (--accumulation vertical)".into());
+            knobs.push("accumulate vertically (Accumulation::Vertical)".into());
         }
         if limits.cache_length > 0 {
             knobs.push(format!(
-                "shorten the prompt or lower --max-new-tokens (now {} together)",
+                "shorten the prompt or lower BatchLimits::cache_length (now {} together)",
                 limits.cache_length
             ));
         } else if limits.length > 1 {
-            knobs.push(format!("shorten --seq-len (now {})", limits.length));
+            knobs.push(format!("shorten BatchLimits::length (now {})", limits.length));
         }
         if limits.sequences > 1 {
-            let instead = if self.config.training.is_some() { " and raise --grad-accum" } else { "" };
-            knobs.push(format!("lower --batch-size (now {}){instead}", limits.sequences));
+            let instead =
+                if self.config.training.is_some() { " and raise BatchLimits::micro_batches" } else { "" };
+            knobs.push(format!("lower BatchLimits::sequences (now {}){instead}", limits.sequences));
         }
         PlanRefusal {
             what,

@@ -76,7 +76,7 @@ fn encode(engine: &Engine, spec: &ParamSpec, start: usize, weights: &[f32], code
 
 fn refuse(spec: &ParamSpec, format: QuantFormat, start: usize, error: NotFinite) -> EngineError {
     EngineError::Model(format!(
-        "{}: element {} is {}, which cannot be stored in {format}: repair the checkpoint, or use --weights bf16",
+        "{}: element {} is {}, which cannot be stored in {format}: repair the checkpoint, or do not quantize (models::build)",
         spec.name,
         start + error.index,
         error.value

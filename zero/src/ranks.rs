@@ -57,12 +57,12 @@ impl Ranks {
     pub fn new(count: NonZeroUsize, nodes: NonZeroUsize) -> Result<Self> {
         if count.get() > RANKS_MAX {
             return Err(EngineError::Config(format!(
-                "--ranks {count} is more than the {RANKS_MAX} that are planned"
+                "Ranks::count {count} is more than the {RANKS_MAX} that are planned"
             )));
         }
         if !count.get().is_multiple_of(nodes.get()) {
             return Err(EngineError::Config(format!(
-                "--ranks {count} cannot be shared equally by --nodes {nodes}: choose a multiple of the nodes, for example {}",
+                "Ranks::count {count} cannot be shared equally by Ranks::nodes {nodes}: choose a multiple of the nodes, for example {}",
                 count.get().next_multiple_of(nodes.get())
             )));
         }
@@ -199,7 +199,7 @@ mod tests {
     #[test]
     fn nodes_are_equal() {
         let message = Ranks::new(NonZeroUsize::new(8).unwrap(), NonZeroUsize::new(3).unwrap()).unwrap_err();
-        assert!(message.to_string().contains("--ranks 8") && message.to_string().contains("example 9"));
+        assert!(message.to_string().contains("Ranks::count 8") && message.to_string().contains("example 9"));
         assert_eq!(ranks(512, 32).per_node(), 16);
     }
 

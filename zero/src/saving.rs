@@ -108,7 +108,7 @@ impl Drop for Saving {
 }
 
 fn no_room_for_a_save(error: TierError) -> TierError {
-    let smaller = "choose an --output on another disk, or a smaller --state";
+    let smaller = "choose EngineConfig::disks on another disk, or a smaller StateFormat";
     error.too_small_for("a save of the training state", smaller)
 }
 
@@ -232,7 +232,7 @@ impl Engine {
     pub(crate) fn begin_save(&mut self, after: Option<AfterCommit>) -> Result {
         if self.config.disks.is_empty() {
             return Err(EngineError::Config(
-                "saving needs a directory for the state: give --disk PATH".into(),
+                "saving needs a directory for the state: set EngineConfig::disks".into(),
             ));
         }
         self.end_save();

@@ -46,7 +46,7 @@ impl LossScale {
     pub(crate) fn resume(config: LossScaleConfig, committed: &[u8]) -> Result<Self> {
         let missing = || {
             EngineError::Config(
-                "the state on disk has no loss scale, so it was trained without one: resume it with the original --dtype, or \
+                "the state on disk has no loss scale, so it was trained without one: resume it with the original EngineConfig::dtype, or \
                  choose another directory"
                     .into(),
             )
@@ -166,7 +166,7 @@ mod tests {
     fn state_without_a_scale_is_refused_and_its_note_is_whole() {
         for words in [&b""[..], b"{}", &[b'{'; 100]] {
             let error = LossScale::resume(LossScaleConfig::default(), words).unwrap_err().to_string();
-            assert!(error.contains("has no loss scale") && error.contains("--dtype"), "{error}");
+            assert!(error.contains("has no loss scale") && error.contains("EngineConfig::dtype"), "{error}");
             assert_eq!(note(words), words);
         }
         let config = LossScaleConfig { hysteresis: 0, ..LossScaleConfig::default() };

@@ -321,11 +321,11 @@ pub(crate) fn store_spec(
 /// Whether the state needs directories at all.
 pub(crate) fn needs_disk(config: &EngineConfig) -> Result {
     if config.placement == Placement::Disk && config.disks.is_empty() {
-        let message = "state on disk needs a directory: give --disk PATH";
+        let message = "state on disk needs a directory: set EngineConfig::disks";
         return Err(EngineError::Config(message.into()));
     }
     if config.kv_tier == Tier::Disk && config.disks.is_empty() && config.limits.cache_length > 0 {
-        let message = "a key/value cache on disk needs a directory: give --disk PATH";
+        let message = "a key/value cache on disk needs a directory: set EngineConfig::disks";
         return Err(EngineError::Config(message.into()));
     }
     Ok(())

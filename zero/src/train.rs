@@ -24,7 +24,9 @@ use crate::scale::LossScale;
 use crate::state::Stored;
 use crate::timeline::{Resource, Timeline};
 use crate::update::{ChunkAt, Items, Updater};
-use crate::{Activations, EngineError, HostTensor, MicroBatch, Mode, Result, StepRates, StepReport};
+use crate::{
+    Activations, BatchUse, EngineError, HostTensor, MicroBatch, Mode, Result, StepRates, StepReport,
+};
 use crossbeam::channel::unbounded;
 use std::ops::Range;
 use std::sync::Arc;
@@ -95,8 +97,8 @@ impl Engine {
     /// [`flush`](Self::flush) makes up for a next step. A process that is killed before has the step before on disk.
     ///
     /// # Errors
-    /// A shape that was not planned, a loss or gradient that is not finite, or a failing tier. The last committed step
-    /// is then still intact.
+    /// A shape that was not planned, numbers that blocks [cannot compute with](crate::Block::check), a loss or gradient that is not finite,
+    /// or a failing tier. The last committed step is then still intact.
     pub fn train_step(&mut self, batches: &[MicroBatch], rates: impl Into<StepRates>) -> Result<StepReport> {
         self.train_step_noting(batches, rates, |_| Vec::new())
     }
@@ -225,7 +227,10 @@ impl Engine {
             );
             return Err(EngineError::Batch(message));
         }
-        batches.iter().try_for_each(|batch| batch.check_as_planned(&limits, &self.inputs))
+        batches.iter().try_for_each(|batch| {
+            batch.check_as_planned(&limits, &self.inputs)?;
+            self.network.check(batch, BatchUse::Loss)
+        })
     }
 
     /// Gives the chunks, in order, that an update beside backward did not come to.

@@ -4,7 +4,7 @@
 //! for the edges (see [`split`](super::split)). Where the file system refuses `O_DIRECT` both are the cached one
 //! and the alignment is 1, so that nothing above needs to know.
 
-use super::{FileFacts, FileId, OpenMode, split::Alignment};
+use super::{FileFacts, FileId, OpenMode, job::nameless, split::Alignment};
 use crate::{IoError, IoErrorKind, fallocate};
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -204,8 +204,8 @@ pub(crate) use serve_files;
 
 /// The error for an id that is not, or no longer, open.
 pub(crate) fn unknown(doing: &'static str, id: FileId) -> IoError {
-    let detail = format!("file id {} is not open in this engine", id.0);
-    IoError::new(IoErrorKind::Invalid, doing, Path::new(""), 0, 0, detail)
+    let detail = "it is not open in this engine".to_owned();
+    IoError::new(IoErrorKind::Invalid, doing, &nameless(id), 0, 0, detail)
 }
 
 /// The error for removing an open file.

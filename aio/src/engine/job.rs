@@ -11,7 +11,7 @@ use super::{FileId, OpKind, Request, Segment};
 use crate::{Completer, IoBuf, IoError, IoErrorKind, Ticket, Urgency};
 use smallvec::SmallVec;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// A request in flight.
@@ -330,6 +330,11 @@ pub(crate) fn doing(kind: Option<OpKind>) -> &'static str {
     }
 }
 
+/// What an error calls a file of which the path is not known.
+pub(crate) fn nameless(file: FileId) -> PathBuf {
+    PathBuf::from(format!("file id {}", file.0))
+}
+
 /// Checks the ranges of a request and looks up its files.
 pub(crate) fn check_segments<F, C: FromIterator<F>>(
     doing: &'static str,
@@ -339,7 +344,7 @@ pub(crate) fn check_segments<F, C: FromIterator<F>>(
     mut acquire: impl FnMut(FileId) -> Result<F, IoError>,
 ) -> Result<C, IoError> {
     let invalid = |s: &Segment, detail: String| {
-        IoError::new(IoErrorKind::Invalid, doing, Path::new(""), s.offset, s.len as u64, detail)
+        IoError::new(IoErrorKind::Invalid, doing, &nameless(s.file), s.offset, s.len as u64, detail)
     };
     for s in segments {
         if s.start.checked_add(s.len).is_none_or(|end| end > buf_len) {

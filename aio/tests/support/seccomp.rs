@@ -19,12 +19,13 @@ pub fn limit(resource: libc::__rlimit_resource_t, most: u64) -> io::Result<()> {
     ok(unsafe { libc::setrlimit(resource, &raw const limit) })
 }
 
-/// Has this process, and what it starts, live under a filter. Only system calls: it may run between fork and exec.
+/// Has this process, all its threads, and what it starts, live under a filter. Only system calls: it may run between fork and exec.
 pub fn obey(filter: &[libc::sock_filter]) -> io::Result<()> {
     let program = libc::sock_fprog { len: filter.len() as u16, filter: filter.as_ptr().cast_mut() };
     // SAFETY: the filter outlives the calls, and the kernel only reads it.
     unsafe {
         ok(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-        ok(libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const program))
+        let (mode, flags) = (libc::SECCOMP_SET_MODE_FILTER, libc::SECCOMP_FILTER_FLAG_TSYNC);
+        ok(libc::syscall(libc::SYS_seccomp, mode, flags, &raw const program) as i32)
     }
 }

@@ -154,7 +154,7 @@ impl CudaDevice {
         if properties.capability < CAPABILITY_MIN {
             let detail = format!(
                 "its compute capability is {}, and the kernels need {CAPABILITY_MIN} or newer (Ampere), the first \
-                 with bf16; use another card or `--device cpu`",
+                 with bf16; use another card or `HostDevice`",
                 properties.capability
             );
             return Err(DeviceError::Unsupported { device: properties.name, detail });

@@ -153,7 +153,7 @@ mod tests {
         if probe.libraries[0].search.found.is_none() {
             let message = CudaDevice::open(0).unwrap_err().to_string();
             assert!(
-                message.contains("libcuda.so.1 was looked for in") && message.contains("--device cpu"),
+                message.contains("libcuda.so.1 was looked for in") && message.contains("`HostDevice`"),
                 "{message}"
             );
             assert_eq!(probe.problem, Some(message));

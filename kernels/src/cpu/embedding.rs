@@ -15,7 +15,9 @@ impl Embedding for Cpu {
         if dims.width == 0 {
             return Ok(());
         }
+        let rows = table.shape().elements() / dims.width;
         let (ids_t, table, out) = (ints(ids), Floats::new(table), FloatsMut::new(out));
+        check::ids("gather", rows, ids_t);
         let isa = self.threads.isa();
         let task_rows = (CHUNK / dims.width).max(1);
         self.threads.run_ranges(dims.rows, task_rows, |tokens, _| {
@@ -36,6 +38,7 @@ impl Embedding for Cpu {
     fn scatter_add(&self, ids: View<'_>, dout: View<'_>, dtable: ViewMut<'_>) -> Result {
         let dims = check::scatter_add(ids, dout, &dtable);
         let (ids_t, dout, isa) = (ints(ids), Floats::new(dout), self.threads.isa());
+        check::ids("scatter_add", dtable.shape().rows(), ids_t);
         let dtable = SharedMut::new(floats_mut(dtable));
         self.threads.run(dims.width.div_ceil(COLS), |task, _| {
             let (col, mut buffer) = (task * COLS, [0.0; COLS]);

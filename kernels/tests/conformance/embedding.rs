@@ -2,7 +2,7 @@
 
 use crate::support::{Host, MIXES, Random, assert_close, backends};
 use proptest::prelude::*;
-use terrace_kernels::{DType, reference};
+use terrace_kernels::{DType, cpu, reference};
 
 #[test]
 fn gather_and_scatter() {
@@ -29,6 +29,28 @@ fn check((tokens, vocabulary, width): (usize, usize, usize), (dtype, out_dtype):
         assert_close(&name, &expected, &out, 0.0);
         assert_close(&name, &expected_table, &dtable, 1e-5);
     }
+}
+
+#[test]
+#[should_panic(expected = "gather: id -1 at 1 is one of 5 rows")]
+fn an_id_below_the_table() {
+    let (ids, table) = (Host::of(DType::I32, &[2], [4.0, -1.0]), Host::zeros(DType::F32, &[5, 3]));
+    let _ = cpu::kernel_set(2).embedding.gather(
+        ids.view(),
+        table.view(),
+        Host::zeros(DType::F32, &[2, 3]).view_mut(),
+    );
+}
+
+#[test]
+#[should_panic(expected = "scatter_add: id 5 at 0 is one of 5 rows")]
+fn an_id_beyond_the_table() {
+    let (ids, dout) = (Host::of(DType::I32, &[2], [5.0, 0.0]), Host::zeros(DType::F32, &[2, 3]));
+    let _ = cpu::kernel_set(2).embedding.scatter_add(
+        ids.view(),
+        dout.view(),
+        Host::zeros(DType::F32, &[5, 3]).view_mut(),
+    );
 }
 
 proptest! {

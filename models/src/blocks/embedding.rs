@@ -3,15 +3,18 @@
 use super::EMBEDDING_NAME;
 use super::layers::scaled;
 use crate::ModelConfig;
-use crate::batch::IDS;
+use crate::batch::{Expected, IDS};
 use half::{bf16, f16};
 use terrace_kernels::{DType, Tensor, View, ViewMut};
-use terrace_zero::{Block, Context, Gradients, Mode, OutputSpec, ParamSpec, Result, Weights};
+use terrace_zero::{
+    BatchUse, Block, Context, Gradients, MicroBatch, Mode, OutputSpec, ParamSpec, Result, Weights,
+};
 
 /// The first block: looks ids up in a table `[V, D]`.
 #[derive(Debug)]
 pub struct EmbeddingBlock {
     params: Vec<ParamSpec>,
+    expected: Expected,
     hidden: usize,
     /// The row that gets no gradient.
     pad_id: Option<usize>,
@@ -27,6 +30,7 @@ impl EmbeddingBlock {
         let params = vec![ParamSpec::new(EMBEDDING_NAME, &[config.vocab, config.hidden])];
         Self {
             params,
+            expected: Expected::of(config),
             hidden: config.hidden,
             pad_id: config.pad_id,
             factor: config.multipliers.embedding,
@@ -54,6 +58,11 @@ impl Block for EmbeddingBlock {
 
     fn output(&self, sequences: usize, length: usize, dtype: DType, _mode: Mode) -> OutputSpec {
         OutputSpec { dtype, dims: vec![sequences * length, self.hidden] }
+    }
+
+    /// Of all inputs, for all blocks of the model, so that they are looked through once.
+    fn check(&self, batch: &MicroBatch, of: BatchUse<'_>) -> Result {
+        self.expected.check(batch, of)
     }
 
     fn forward(

@@ -276,7 +276,7 @@ fn start_over(setting: &Setting, io: &Arc<dyn IoEngine>) {
     let calm = Life { trouble: Trouble::None, placement: Placement::Disk, ..setting.lives[0].clone() };
     let setup = Setup { io: Some(Arc::clone(io)), ..setting.setup(&calm) };
     let refused = setup.try_create().map(drop).expect_err("it is not overwritten").to_string();
-    assert!(refused.contains("/sim/disk0") && refused.contains("--durability"), "{refused}");
+    assert!(refused.contains("/sim/disk0") && refused.contains("Durability::"), "{refused}");
     for dir in &setting.disks {
         for file in ["manifest.bin", "state.bin"] {
             let path = dir.join(file);

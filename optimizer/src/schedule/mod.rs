@@ -173,16 +173,41 @@ impl Schedule {
         }
     }
 
-    /// Refuses values for which the schedule is undefined, in DeepSpeed's and transformers' ranges.
+    /// The schedule, if it [is one](Self::validate): what `Schedule { … }` is followed by where the numbers are not known to be right.
     ///
     /// # Errors
-    /// [`OptimizerError::Hyperparameter`] names the first offending value.
+    /// Those of [`validate`](Self::validate).
+    pub fn checked(self) -> Result<Self> {
+        self.validate().map(|()| self)
+    }
+
+    /// Whether the rate of a step depends on [`total_steps`](Self::total_steps).
+    pub fn has_end(&self) -> bool {
+        !matches!(
+            self.kind,
+            ScheduleKind::Constant
+                | ScheduleKind::InverseSqrt { .. }
+                | ScheduleKind::WarmupLr { .. }
+                | ScheduleKind::OneCycle(_)
+                | ScheduleKind::LrRangeTest { .. }
+        )
+    }
+
+    /// Refuses values for which the schedule is undefined, in DeepSpeed's and transformers' ranges, and a warm-up that is longer than
+    /// a run with an end: the rate would fall from its height to its end at once.
+    ///
+    /// # Errors
+    /// [`OptimizerError::Hyperparameter`] or [`OptimizerError::Warmup`] names the first offending value.
     pub fn validate(&self) -> Result<()> {
         let non_negative = |name, value: f64| {
             check(name, value, "finite and not negative", value.is_finite() && value >= 0.0)
         };
         non_negative("learning rate", self.base_lr)?;
         check("min_ratio", self.min_ratio, "between 0 and 1", (0.0..=1.0).contains(&self.min_ratio))?;
+        if self.has_end() && self.warmup_steps > self.total_steps {
+            let (warmup, total) = (self.warmup_steps, self.total_steps);
+            return Err(OptimizerError::Warmup { warmup, total });
+        }
         match self.kind {
             ScheduleKind::Constant | ScheduleKind::Linear | ScheduleKind::Cosine => Ok(()),
             ScheduleKind::CosineWithRestarts { cycles } => {

@@ -206,7 +206,7 @@ impl DiskStore {
         let (manifest, spec) = Manifest::open(engine, &dirs[0], OpenMode::ReadWrite)
             .map_err(|e| hint_at_order(engine, dirs, e))?;
         let Some((slot, passed_over)) = manifest.newest(&spec)? else {
-            let detail = "its creation never finished; start again without --resume".into();
+            let detail = "its creation never finished; start again with Engine::create".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         };
         if slot.is_mark {
@@ -414,10 +414,7 @@ impl DiskStore {
     /// A write or a sync failed; the last committed step is then still intact, with one generation only if no chunk was written
     /// since, and reads of what was to be committed say so until it is [given up](Self::abandon). If it was the manifest's, the new
     /// step may be the one that is found on opening, and this store takes no more writes. Before anything is done: the trainer's words are
-    /// more than [`TRAINER_BYTES_MAX`].
-    ///
-    /// # Panics
-    /// If a chunk of the next generation was never written.
+    /// more than [`TRAINER_BYTES_MAX`], or a chunk of the next generation was not written yet.
     pub fn commit(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
         manifest::require_short(trainer)?;
         let result = self.complete(step, trainer).and_then(|(slot, was_ahead)| {
@@ -449,8 +446,7 @@ impl DiskStore {
         if let Some(error) = &versions.next.failed {
             return Err(error.clone().into());
         }
-        let missing = versions.next.written.iter().filter(|w| !**w).count();
-        assert_eq!(missing, 0, "every chunk of the next generation is written before a commit");
+        self.require_written(&versions)?;
         let slot = Slot {
             is_mark: false,
             sequence: versions.sequence + 1,
@@ -466,15 +462,15 @@ impl DiskStore {
     /// generation is forgotten.
     ///
     /// # Errors
-    /// As [`commit`](Self::commit).
-    ///
-    /// # Panics
-    /// If nothing was ever committed, or what was is being overwritten.
+    /// As [`commit`](Self::commit). Before anything is done: nothing was ever committed, or what was is being overwritten.
     pub fn commit_unchanged(&self, step: u64, trainer: &[u8]) -> Result<(), TierError> {
         manifest::require_short(trainer)?;
+        self.require_commit(&self.lock())?;
+        if self.is_changing() {
+            return Err(self.changing());
+        }
         self.abandon();
         let versions = self.lock();
-        assert!(versions.sequence > 0 && !versions.is_changing, "there is a live generation");
         self.require_certain(&versions)?;
         let (sequence, live, table) = (versions.sequence + 1, versions.live, versions.live_table.clone());
         drop(versions);
@@ -534,6 +530,30 @@ impl DiskStore {
         Err(TierError::NoState {
             path: self.manifest.path.clone(),
             detail: "nothing was committed yet".into(),
+        })
+    }
+
+    /// Says which chunk of the next generation a commit would lack.
+    fn require_written(&self, versions: &Versions) -> Result<(), TierError> {
+        let spec = self.spec();
+        let missing = versions.next.written.iter().filter(|written| !**written).count();
+        if missing == 0 {
+            return Ok(());
+        }
+        let keys = (0..spec.groups.len())
+            .flat_map(|group| spec.kinds.iter().map(move |blob| BlobKey { group, kind: blob.kind }));
+        let mut chunks = keys.flat_map(|key| (0..spec.chunks(key.group)).map(move |chunk| (key, chunk)));
+        let first = chunks.find(|(key, chunk)| !versions.next.written[self.extents.entry(*key, *chunk)]);
+        let (key, chunk) = first.expect("the table has the chunks of all blobs");
+        Err(TierError::Invalid {
+            what: "a commit",
+            detail: format!(
+                "needs every chunk of every group written since the last one, and {missing} of {} were not: chunk {chunk} of the {} of \
+                 group {} is the first",
+                versions.next.written.len(),
+                key.kind.words(),
+                spec.groups[key.group].name
+            ),
         })
     }
 
@@ -634,8 +654,22 @@ fn require_dirs(dirs: &[PathBuf]) -> Result<(), TierError> {
 fn lock_all(world: World, dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
     require_dirs(dirs)?;
     match world {
-        World::Real => dirs.iter().map(|dir| DirLock::acquire(dir)).collect(),
+        World::Real => (0..dirs.len())
+            .map(|at| DirLock::acquire(&dirs[at]).map_err(|error| named_twice(&dirs[..=at], error)))
+            .collect(),
         World::Simulated => Ok(Vec::new()),
+    }
+}
+
+/// A directory that is given twice is locked by its first name.
+fn named_twice(dirs: &[PathBuf], error: TierError) -> TierError {
+    let (TierError::Locked { .. }, [earlier @ .., last]) = (&error, dirs) else { return error };
+    let place = |dir: &PathBuf| dir.canonicalize().ok();
+    match earlier.iter().find(|dir| place(dir).is_some() && place(dir) == place(last)) {
+        Some(first) => TierError::Striping {
+            detail: format!("{} is the same directory as {}; give it once", last.display(), first.display()),
+        },
+        None => error,
     }
 }
 
@@ -665,7 +699,7 @@ fn refuse_existing(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf]) -> Result<(), T
                 return Err(TierError::Changing { dir: dir.clone(), step });
             }
             let detail = format!(
-                "already holds training state, committed at step {step}; pass --resume to continue it, or remove the directory \
+                "already holds training state, committed at step {step}; Engine::resume continues it, or remove the directory \
                  to start over"
             );
             return refused(dir, detail);
@@ -703,7 +737,7 @@ fn hint_at_order(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], error: TierError)
     match (error, elsewhere) {
         (TierError::NoState { path, .. }, Some(dir)) => {
             let detail = format!(
-                "the manifest is in {}; give the --disk paths of the run in their original order",
+                "the manifest is in {}; give the EngineConfig::disks of the run in their original order",
                 dir.display()
             );
             TierError::NoState { path, detail }

@@ -132,7 +132,7 @@ impl StoreView {
         let (manifest, spec) = Manifest::open(engine, &dirs[0], mode)?;
         let (slots, _) = manifest.slots(&spec)?;
         if slots == [Found::Blank, Found::Blank] {
-            let detail = "its creation never finished; start again without --resume".into();
+            let detail = "its creation never finished; start again with Engine::create".into();
             return Err(TierError::NoState { path: manifest.path.clone(), detail });
         }
         let volume = Volume::open(engine, dirs, DATA_FILE, spec.volume_bytes(), manifest.id, OpenMode::Read)?;

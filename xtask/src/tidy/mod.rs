@@ -4,7 +4,7 @@
 //! - [`calls`]: macros and functions that do not belong where they are;
 //! - [`modules`]: every source file is part of some crate;
 //! - [`layers`]: dependencies point one way, and the crates that forbid unsafe code say so;
-//! - [`words`]: leftovers and advertising in source and text.
+//! - [`words`]: leftovers and advertising in source and text, and flags in messages of libraries.
 //!
 //! It reads the source line by line with comments and strings blanked out ([`source`]), which is as much of the
 //! language as these rules need. It runs as a test of this crate, too.

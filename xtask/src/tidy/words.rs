@@ -1,4 +1,4 @@
-//! Leftovers and advertising in source and text.
+//! Leftovers and advertising in source and text, and flags of the command where there is none.
 
 use std::path::Path;
 
@@ -17,6 +17,12 @@ const CONFLICTS: [&str; 2] = ["<<<<<<< ", ">>>>>>> "];
 
 /// Beginnings of paths that exist on one machine only.
 const PLACES: [&str; 3] = ["/root/", "/Users/", "/workspace/"];
+
+/// Libraries that have no flags: their messages name what whoever embeds them can set.
+const LIBRARIES: [&str; 7] = ["aio", "device", "kernels", "tiers", "optimizer", "zero", "models"];
+
+/// What the libraries' folders hold beside them.
+const COMMANDS: [&str; 2] = ["aio/src/bin", "aio/src/bench"];
 
 /// Every banned word.
 pub fn check(tree: &Tree) -> Vec<Finding> {
@@ -41,6 +47,16 @@ pub fn check(tree: &Tree) -> Vec<Finding> {
                 add(at, format!("`{place}…` is a path on one machine: use a relative or a made-up one"));
             }
         }
+        if is_library(path) {
+            flags(&file.text).for_each(|(at, flag)| {
+                add(
+                    at,
+                    format!(
+                        "`{flag}`: a library has no flags; name the field, and the flag in src/cli/flags.rs"
+                    ),
+                );
+            });
+        }
         let mut start = 0;
         for line in file.text.split_inclusive('\n') {
             if CONFLICTS.iter().any(|marker| line.starts_with(marker)) {
@@ -50,6 +66,31 @@ pub fn check(tree: &Tree) -> Vec<Finding> {
         }
     }
     findings
+}
+
+/// Whether a file is source of a library that is no command.
+fn is_library(path: &Path) -> bool {
+    let is_rust = path.extension().is_some_and(|extension| extension == "rs");
+    is_rust
+        && LIBRARIES.iter().any(|library| path.starts_with(Path::new(library).join("src")))
+        && !COMMANDS.iter().any(|command| path.starts_with(command))
+}
+
+/// Flags in lines of code, and where they are, but for whole lines that say how to call a command.
+fn flags(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = text.split_inclusive('\n').scan(0, |end, line| {
+        *end += line.len();
+        Some((*end - line.len(), line))
+    });
+    let of_library =
+        |(_, line): &(usize, &str)| !line.trim_start().starts_with("//") && !line.contains("`terrace ");
+    lines.filter(of_library).flat_map(|(start, line)| {
+        let begins = line.match_indices("--").filter(|(at, _)| line[..*at].ends_with([' ', '(', '`']));
+        begins.filter_map(move |(at, _)| {
+            let flag = line[at..].split(|c: char| c != '-' && !c.is_ascii_lowercase()).next()?;
+            (flag.len() > 3).then_some((start + at, flag))
+        })
+    })
 }
 
 /// This file has to name what it bans.
@@ -71,6 +112,16 @@ mod tests {
         assert_eq!(lines("A Blazingly fast engine.\n"), [1]);
         assert_eq!(lines("a\n<<<<<<< HEAD\nb\n"), [2]);
         assert_eq!(lines("see `/root/notes`"), [1]);
+    }
+
+    #[test]
+    fn flags_in_messages_of_libraries_are_found() {
+        let found = |path, text| check(&Tree::of([(path, text)])).len();
+        let message = "fn f() -> &'static str {\n    \"lower it (--batch-size)\"\n}\n";
+        assert_eq!([found("zero/src/a.rs", message), found("src/a.rs", message)], [1, 0]);
+        assert_eq!(found("aio/src/bin/aio-bench/a.rs", message), 0);
+        let fine = "// use --this\n\"--std=c++17\"; \"a -- b\"; x--y; \"see `terrace inspect --verify`\"\n";
+        assert_eq!(found("zero/src/a.rs", fine), 0);
     }
 
     #[test]

@@ -163,8 +163,7 @@ impl KeptAway {
         let pool = |name, slots| Ok::<_, TierError>(Pool::new(name, slots, bytes)?.pinned_for(device));
         let on_host = Some(slots.on_host).filter(|&slots| slots > 0);
         let disk = |(engine, striping): (&Arc<dyn IoEngine>, &Striping)| {
-            let smaller =
-                "choose --activations auto or recompute, lower --batch-size, or add another --disk path";
+            let smaller = "leave WindowOverrides::kept_blocks to the plan, lower BatchLimits::sequences, or add another directory to EngineConfig::disks";
             let scratch = Scratch::create(engine, striping, "kept-activations.bin", count, bytes)
                 .map_err(|error| error.too_small_for("what blocks keep for backward", smaller))?;
             let pool = pool("kept activations in flight", slots.in_flight)?.registered_with(engine);

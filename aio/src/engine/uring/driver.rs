@@ -156,14 +156,19 @@ impl Driver {
         loop {
             self.carry_out_orders();
             self.fill_slots();
-            self.submit_pending();
+            let submitted = self.submit_pending();
             reports.wake();
+            if let Err(error) = submitted {
+                return self.give_up(&error);
+            }
             if self.inboxes_are_closed && self.requests == [0; 2] {
                 // The wake read may still be armed, with its wake spent earlier: `drop` ends it.
                 return;
             }
             if !self.lanes.is_full() && !self.inboxes_are_closed {
-                self.arm_wake();
+                if let Err(error) = self.arm_wake() {
+                    return self.give_up(&error);
+                }
                 self.link.wants_wake.store(true, Ordering::Relaxed);
                 fence(Ordering::SeqCst);
                 if self.link.has_orders.load(Ordering::Relaxed) || self.admit_more() {
@@ -174,11 +179,16 @@ impl Driver {
             let entered = self.enter();
             self.link.wants_wake.store(false, Ordering::Relaxed);
             if let Err(error) = entered {
-                tracing::error!(%error, "io_uring_enter failed: the engine stops and its requests fail");
-                return;
+                return self.give_up(&error);
             }
             self.reap();
         }
+    }
+
+    /// Says why requests will fail from now on: those under way when the driver is dropped, later ones for want of it.
+    fn give_up(&self, error: &io::Error) {
+        tracing::error!(%error, "io_uring_enter failed: the engine stops and its requests fail");
+        self.link.facts().fallbacks.push(format!("the engine has stopped: io_uring_enter: {error}"));
     }
 
     fn carry_out_orders(&mut self) {
@@ -308,7 +318,7 @@ impl Driver {
         *polling == Polling::Works
     }
 
-    fn submit_pending(&mut self) {
+    fn submit_pending(&mut self) -> io::Result<()> {
         let mut pending = std::mem::take(&mut self.pending);
         for (index, slot) in pending.drain(..).enumerate() {
             if index > 0 && index % SUBMIT_BATCH == 0 {
@@ -319,19 +329,21 @@ impl Driver {
             let port = if op.is_polled { self.polled.as_mut() } else { None }.unwrap_or(&mut self.main);
             let entry = op.entry(port).user_data(slot as u64);
             // SAFETY: the slot keeps descriptor and memory alive until the completion.
-            unsafe { port.push(&entry) };
+            unsafe { port.push(&entry) }?;
         }
         self.pending = pending;
+        Ok(())
     }
 
-    fn arm_wake(&mut self) {
+    fn arm_wake(&mut self) -> io::Result<()> {
         if !self.wake_is_armed {
             let target = std::ptr::from_mut(&mut *self.wake_count).cast::<u8>();
             let entry = opcode::Read::new(types::Fd(self.link.wake.as_raw_fd()), target, 8).build();
             // SAFETY: the link keeps the eventfd open, and `wake_count` outlives the read: `drop` waits or leaks it.
-            unsafe { self.main.push(&entry.user_data(WAKE)) };
+            unsafe { self.main.push(&entry.user_data(WAKE)) }?;
             self.wake_is_armed = true;
         }
+        Ok(())
     }
 
     /// Submits and sleeps until a completion is there.

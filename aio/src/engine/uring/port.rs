@@ -32,19 +32,20 @@ impl Port {
         self.features.iter().copied().chain(self.registry.features()).collect()
     }
 
+    /// # Errors
+    /// The queue is full and cannot be entered: the entry is not in it.
+    ///
     /// # Safety
     /// What the entry points to stays valid until its completion was seen.
-    pub unsafe fn push(&mut self, entry: &squeue::Entry) {
+    pub unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         loop {
             // SAFETY: the caller's promise.
             if unsafe { self.ring.submission().push(entry) }.is_ok() {
                 self.in_kernel += 1;
-                return;
+                return Ok(());
             }
-            // Full: several devices share this queue. What it holds goes to the kernel; an error shows in `enter`.
-            if self.submit().is_err() {
-                std::thread::yield_now();
-            }
+            // Full: several devices share this queue. What it holds goes to the kernel.
+            self.submit()?;
         }
     }
 

@@ -29,9 +29,10 @@ pub(super) fn set_up(wish: Wish) -> io::Result<(IoUring, Vec<&'static str>)> {
     let mut last = io::Error::from_raw_os_error(libc::EINVAL);
     for flags in attempts {
         match build(wish, flags) {
-            Ok(ring) => {
+            Ok(mut ring) => {
                 check_features(wish, &ring)?;
                 check_operations(&ring)?;
+                check_entering(wish, &mut ring)?;
                 return Ok((ring, flags.to_vec()));
             }
             Err(e) if e.raw_os_error() == Some(libc::EINVAL) => last = e,
@@ -84,6 +85,23 @@ fn check_operations(ring: &IoUring) -> io::Result<()> {
     } else {
         Err(io::Error::from_raw_os_error(libc::ENOSYS))
     }
+}
+
+/// A filter may let rings be made and forbid `io_uring_enter`: an operation that does nothing finds out.
+fn check_entering(wish: Wish, ring: &mut IoUring) -> io::Result<()> {
+    if wish.io_poll {
+        // Nothing but transfers can be polled for; the ring beside it has tried.
+        return Ok(());
+    }
+    // SAFETY: the entry points to nothing.
+    unsafe { ring.submission().push(&opcode::Nop::new().build()) }.map_err(io::Error::other)?;
+    while ring.completion().next().is_none() {
+        match ring.submit_and_wait(1) {
+            Err(error) if error.kind() != io::ErrorKind::Interrupted => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// `struct io_uring_getevents_arg` with the minimum wait that Linux 6.12 added (see `io_uring_enter(2)`).

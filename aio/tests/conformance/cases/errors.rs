@@ -34,6 +34,8 @@ pub fn unknown_files_are_refused(rig: Rig) {
         assert_eq!(rig.engine.len(file).unwrap_err().kind, IoErrorKind::Invalid);
         assert_eq!(rig.engine.close(file).unwrap_err().kind, IoErrorKind::Invalid);
         assert_eq!(rig.engine.path(file), None);
+        let told = read_error(&rig, file, 0, 10).to_string();
+        assert!(told.contains(&format!("reading file id {}", file.0)), "{told}");
     }
 }
 
