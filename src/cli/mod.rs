@@ -24,6 +24,7 @@ mod placement;
 pub mod plan;
 mod plan_args;
 mod plan_generate;
+mod plan_refusal;
 mod ranks;
 pub mod report;
 mod retention;

@@ -6,7 +6,6 @@ use super::args::{
 };
 use super::floor::time;
 use super::inputs::trains_as_it_says;
-use super::knobs::{Knobs, is_about_disk_space};
 use super::pinned::{
     self, Budget, DeviceMemory, ModelShape, PlanFile, Settings, Step, Term, Totals, Windows,
 };
@@ -27,11 +26,11 @@ use std::sync::Arc;
 use terrace_aio::engine::EngineConfig as IoConfig;
 use terrace_device::host::HostDevice;
 use terrace_kernels::{QuantFormat, dry};
-use terrace_models::{ModelConfig, TokenBatch, build};
+use terrace_models::{ModelConfig, TokenBatch};
 use terrace_optimizer::{LossScaleConfig, StateFormat};
-use terrace_tiers::{ByteSize, MemoryPlan, Tier, TierError};
+use terrace_tiers::{ByteSize, Tier};
 use terrace_zero::{
-    Backend, BatchLimits, Engine, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
+    Backend, BatchLimits, EngineConfig, EngineError, Outlook, PlanningRuns, Ranks, TrainingConfig,
     WindowOverrides,
 };
 
@@ -41,7 +40,7 @@ const ENDURANCE_BYTES: f64 = 1200e12;
 const BATCHES: [(usize, usize); 4] = [(1, 1), (1, 4), (4, 1), (4, 4)];
 
 /// Of the table of choices.
-const HEADER: &str =
+pub(super) const HEADER: &str =
     "state    offload  batch  accum        host      device        disk   at least   expected      tok/s";
 
 /// Most micro-batches times layers in horizontal accumulation.
@@ -49,10 +48,10 @@ const PASSES_MAX: usize = 1 << 16;
 
 /// One combination of what can be chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Choice {
+pub(super) struct Choice {
     state: StateFormat,
     offload: Offload,
-    batch: usize,
+    pub(super) batch: usize,
     accum: usize,
 }
 
@@ -64,8 +63,8 @@ pub(super) struct Planning<'a> {
     pub(super) backend: Backend,
     threads: usize,
     pub(super) on_card: bool,
-    host_budget: u64,
-    device_budget: u64,
+    pub(super) host_budget: u64,
+    pub(super) device_budget: u64,
     pub(super) length: usize,
     disks: Vec<PathBuf>,
     /// The parts of the state that the disks take, where they differ.
@@ -73,14 +72,14 @@ pub(super) struct Planning<'a> {
     profile: Option<crate::calibrate::Profile>,
     /// Another machine is meant.
     described: bool,
-    runs: Arc<PlanningRuns>,
+    pub(super) runs: Arc<PlanningRuns>,
     ranks: Ranks,
 }
 
 /// A choice that fits.
-struct Planned {
+pub(super) struct Planned {
     choice: Choice,
-    outlook: Outlook,
+    pub(super) outlook: Outlook,
     floor: Floor,
     operations_rate: Option<f64>,
 }
@@ -219,7 +218,11 @@ impl<'a> Planning<'a> {
         self.of_durability(choice, self.args.durability)
     }
 
-    fn of_durability(&self, choice: Choice, durability: DurabilityFlag) -> Result<Planned, EngineError> {
+    pub(super) fn of_durability(
+        &self,
+        choice: Choice,
+        durability: DurabilityFlag,
+    ) -> Result<Planned, EngineError> {
         self.countable(choice.batch)?;
         self.playable(choice)?;
         let config = self.config_of(choice, durability);
@@ -241,7 +244,7 @@ impl<'a> Planning<'a> {
         Ok(Planned { choice, outlook, floor, operations_rate: can.operations })
     }
 
-    fn config_of(&self, choice: Choice, durability: DurabilityFlag) -> EngineConfig {
+    pub(super) fn config_of(&self, choice: Choice, durability: DurabilityFlag) -> EngineConfig {
         let limits = BatchLimits {
             sequences: choice.batch,
             length: self.length,
@@ -303,77 +306,6 @@ impl<'a> Planning<'a> {
             threads: self.threads,
             ..EngineConfig::new(session::dtype(self.args.dtype), limits)
         }
-    }
-
-    /// Names `--disk-space` too in a refusal for want of memory, if what is `planned` with enough of that needs more.
-    pub(super) fn with_disk_space(
-        &self,
-        mut error: EngineError,
-        planned: impl FnOnce(&Self) -> Result<MemoryPlan, EngineError>,
-    ) -> EngineError {
-        if let EngineError::Tier(TierError::Plan(refusal)) = &mut error {
-            let mut roomier = self.clone();
-            refusal.lift(&mut roomier.host_budget, &mut roomier.device_budget);
-            let needed = planned(&roomier).map_or(0, |memory| memory.total(Tier::Disk));
-            refusal.also.extend(self.lacks_disk(needed).map(|_| ("--disk-space", needed)));
-        }
-        error
-    }
-
-    /// `--disk-space`, if it is less than what is needed.
-    fn lacks_disk(&self, needed: u64) -> Option<ByteSize> {
-        self.args.disk_space.map(|space| ByteSize(space.0)).filter(|space| needed > space.0)
-    }
-
-    /// Refuses what needs more than `--disk-space`.
-    pub(super) fn enough_disk(&self, memory: &MemoryPlan) -> Result<(), EngineError> {
-        let needed = memory.total(Tier::Disk);
-        let Some(space) = self.lacks_disk(needed) else {
-            return Ok(());
-        };
-        Err(EngineError::Config(format!(
-            "--disk-space of {space} is too small: this run needs {}.\n{}Raise it to {}",
-            ByteSize(needed).rounded_up(),
-            memory.breakdown(Tier::Disk),
-            ByteSize(needed).rounded_up()
-        )))
-    }
-
-    /// What does not fit, and what would: other settings, the same with the state kept once, and other choices.
-    fn refusal(
-        &self,
-        error: EngineError,
-        chosen: Choice,
-        choices: &[(Choice, Result<Planned, EngineError>)],
-    ) -> CliError {
-        let is_disk = matches!(&error, EngineError::Config(words) if is_about_disk_space(words));
-        let config = self.config_of(chosen, self.args.durability);
-        let knobs = Knobs {
-            config: &config,
-            backend: &self.backend,
-            model: &self.model,
-            runs: &self.runs,
-            disk_space: self.args.disk_space.map(|space| space.0),
-            resumes: false,
-        };
-        let error = self.with_disk_space(knobs.advise(error), |roomier| {
-            let sample = TokenBatch::new(&self.model).shape(chosen.batch, self.length);
-            let config = roomier.config_of(chosen, self.args.durability);
-            Ok(Engine::outlook(config, &self.backend, build(&self.model), &sample, &self.runs)?.memory)
-        });
-        let once = match self.args.durability {
-            DurabilityFlag::Step | DurabilityFlag::Checkpoint if is_disk => {
-                self.of_durability(chosen, DurabilityFlag::None).ok()
-            }
-            _ => None,
-        };
-        let Some(once) = once else { return with_alternatives(error, choices) };
-        let error = format!(
-            "{error}, or keep the state once instead of twice: --durability none needs {} (a run that is killed or fails then \
-             starts over)",
-            ByteSize(once.outlook.memory.total(Tier::Disk)).rounded_up()
-        );
-        with_alternatives(EngineError::Config(error), choices)
     }
 
     /// Where the state or the weights could be.
@@ -724,7 +656,7 @@ pub(super) fn first_best(speeds: impl Iterator<Item = Option<f64>>) -> Option<us
     speeds.iter().position(|speed| speed.map(count).as_ref() == Some(&most))
 }
 
-fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
+pub(super) fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
     let Choice { state, batch, accum, .. } = choice;
     let start = format!("{:<8} {:<7} {batch:>6} {accum:>6}", state.to_string(), choice.place());
     let Some(planned) = planned else { return format!("{start}   does not fit") };
@@ -740,30 +672,6 @@ fn row(choice: Choice, planned: Option<&Planned>, fastest: bool) -> String {
         size(Tier::Disk),
         if fastest { "  ← fastest" } else { "" }
     )
-}
-
-/// A refusal, with the choices that would do.
-fn with_alternatives(error: EngineError, choices: &[(Choice, Result<Planned, EngineError>)]) -> CliError {
-    let fitting: Vec<String> = choices
-        .iter()
-        .filter_map(|(choice, planned)| {
-            planned.as_ref().ok().map(|planned| row(*choice, Some(planned), false))
-        })
-        .collect();
-    and_what_fits(error, "state format, place or batch", HEADER, &fitting)
-}
-
-/// A refusal, with the rows of the table that fit.
-pub(super) fn and_what_fits(error: EngineError, what: &str, header: &str, fitting: &[String]) -> CliError {
-    let more = if fitting.is_empty() {
-        format!("\nno other {what} of the table fits either")
-    } else {
-        format!("\nthese fit:\n{header}\n{}", fitting.join("\n"))
-    };
-    match CliError::from(error) {
-        CliError::Usage(message) => CliError::Usage(format!("{message}{more}")),
-        other => other,
-    }
 }
 
 /// The model that is planned: of a folder, of a `config.json`, or made up for a number of parameters.

@@ -318,5 +318,5 @@ fn with_alternatives(error: EngineError, choices: &Choices) -> CliError {
         .iter()
         .filter_map(|(choice, planned)| Some(row(*choice, Some(planned.as_ref().ok()?), false)))
         .collect();
-    super::plan::and_what_fits(error, "weight format, place or batch", HEADER, &fitting)
+    super::plan_refusal::and_what_fits(error, "weight format, place or batch", HEADER, &fitting)
 }

@@ -183,15 +183,10 @@ pub struct PlanRefusal {
 }
 
 impl PlanRefusal {
-    /// Raises the budgets of host and of device memory to what works.
-    pub fn lift(&self, host: &mut u64, device: &mut u64) {
-        for (what, minimum) in std::iter::once((self.what, self.minimum)).chain(self.also.iter().copied()) {
-            match what {
-                "--host-memory" => *host = minimum.max(*host),
-                "--device-memory" => *device = minimum.max(*device),
-                _ => {}
-            }
-        }
+    /// The smallest total that works of a budget; 0 if that one is large enough.
+    pub fn minimum_of(&self, what: &str) -> u64 {
+        let all = std::iter::once((self.what, self.minimum)).chain(self.also.iter().copied());
+        all.filter(|(named, _)| *named == what).map(|(_, minimum)| minimum).max().unwrap_or(0)
     }
 }
 

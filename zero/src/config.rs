@@ -8,6 +8,11 @@ use terrace_kernels::{DType, KeyValues};
 use terrace_optimizer::{AdamW, Algorithm, GroupRule, LossScaleConfig, NORM_BLOCK, StateFormat};
 use terrace_tiers::{Striping, SyncAhead, Tier};
 
+/// What a [refusal](terrace_tiers::PlanRefusal) calls the budget of host memory.
+pub const HOST_BUDGET: &str = "EngineConfig::host_budget";
+/// The same of device memory.
+pub const DEVICE_BUDGET: &str = "EngineConfig::device_budget";
+
 /// Where the training state lives between uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Placement {

@@ -65,8 +65,8 @@ pub use builder::EngineBuilder;
 #[doc(hidden)]
 pub use checkpoint::identity_differences;
 pub use config::{
-    Accumulation, BatchLimits, CACHE_PAGE, Durability, EngineConfig, Placement, TrainingConfig,
-    WindowOverrides,
+    Accumulation, BatchLimits, CACHE_PAGE, DEVICE_BUDGET, Durability, EngineConfig, HOST_BUDGET, Placement,
+    TrainingConfig, WindowOverrides,
 };
 pub use engine::{Engine, Outlook, StoredState};
 #[doc(hidden)]

@@ -51,8 +51,8 @@ use crate::ranks::Ranks;
 use crate::rounds::Rounds;
 use crate::state::{StateKinds, store_spec};
 use crate::{
-    Accumulation, Backend, BatchLimits, EXPORT_BUFFER_BYTES, EngineConfig, EngineError, MicroBatch, Mode,
-    Placement, Result, WindowOverrides,
+    Accumulation, Backend, BatchLimits, DEVICE_BUDGET, EXPORT_BUFFER_BYTES, EngineConfig, EngineError,
+    HOST_BUDGET, MicroBatch, Mode, Placement, Result, WindowOverrides,
 };
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use terrace_tiers::{
@@ -713,8 +713,8 @@ impl Planner<'_> {
 
     fn refusal(&self, smallest: &EnginePlan) -> PlanRefusal {
         let [host, device] = [
-            ("EngineConfig::host_budget", Tier::Host, self.config.host_budget),
-            ("EngineConfig::device_budget", Tier::Device, self.config.device_budget),
+            (HOST_BUDGET, Tier::Host, self.config.host_budget),
+            (DEVICE_BUDGET, Tier::Device, self.config.device_budget),
         ];
         let is_small = |budget: (&str, Tier, u64)| smallest.memory.total(budget.1) > budget.2;
         let (what, tier, budget) = if is_small(host) { host } else { device };
