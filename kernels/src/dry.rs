@@ -107,10 +107,15 @@ impl Counter {
         add(&self.other_flops, flops as u64);
     }
 
-    fn attention(&self, dims: &check::AttentionDims, flops_per_pair: usize, window: Option<usize>) {
-        let pairs = visible_pairs(dims.queries, dims.capacity, window);
-        let each = (flops_per_pair * dims.head_size) as u64;
-        add(&self.attention_flops, times(&[dims.batch as u64, dims.heads as u64, pairs, each]));
+    /// `of_pair`: operations of each visible pair for every element of a head, and those of a cap.
+    fn attention(&self, dims: &check::AttentionDims, of_pair: [usize; 2], spec: AttentionSpec) {
+        let pairs = visible_pairs(dims.queries, dims.capacity, spec.window);
+        let [of_element, of_cap] = of_pair.map(|flops| flops as u64);
+        let counts =
+            [(&self.attention_flops, of_element * dims.head_size as u64), (&self.other_flops, of_cap)];
+        for (count, each) in counts.into_iter().take(1 + usize::from(spec.cap.is_some())) {
+            add(count, times(&[dims.batch as u64, dims.heads as u64, pairs, each]));
+        }
     }
 }
 
@@ -258,7 +263,7 @@ impl Attention for Dry {
         spec: AttentionSpec,
     ) -> Result {
         let dims = check::attention_forward(q, keys, starts, &out, &lse);
-        self.counter.attention(&dims, 4, spec.window);
+        self.counter.attention(&dims, [4, 3], spec);
         self.counter.bytes(&[q, keys.k, keys.v, starts], &[&out, &lse]);
         Ok(())
     }
@@ -294,7 +299,7 @@ impl Attention for Dry {
         spec: AttentionSpec,
     ) -> Result {
         let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
-        self.counter.attention(&dims, 10, spec.window);
+        self.counter.attention(&dims, [10, 6], spec);
         self.counter.bytes(&[q, k, v, out, lse, dout], &[&dq, &dk, &dv]);
         Ok(())
     }

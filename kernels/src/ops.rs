@@ -276,6 +276,8 @@ pub struct AttentionSpec {
     pub scale: f32,
     /// Sliding window: a query sees the last `window` positions including its own. `None`: all before it.
     pub window: Option<usize>,
+    /// Scores x, which have been multiplied by `scale`, become `cap·tanh(x/cap)`, and never leave ±cap (Gemma 2, arXiv 2408.00118).
+    pub cap: Option<f32>,
 }
 
 /// Keys and values as attention reads them.

@@ -32,7 +32,8 @@ const GATE_FUNCTIONS: [(&str, GateFunction); 5] = [
     ("gelu_pytorch_tanh", GateFunction::GeluTanh),
 ];
 
-/// The entry that caps logits.
+/// The entries that cap scores of attention and logits.
+const SCORE_CAP: &str = "attn_logit_softcapping";
 const LOGIT_CAP: &str = "final_logit_softcapping";
 
 /// Far more than the heads of any model make; a broken number must not become an allocation.
@@ -85,7 +86,7 @@ impl Multipliers {
         let of_gemma = Self { embedding: (hidden as f32).sqrt(), embedding_is_rounded: true, ..Self::NONE };
         Ok(match family {
             Family::Gemma => of_gemma,
-            Family::Gemma3 => {
+            Family::Gemma2 | Family::Gemma3 => {
                 let width = positive("query_pre_attn_scalar", 256.0)?;
                 Self { attention: Some(width.sqrt().recip() as f32), ..of_gemma }
             }
@@ -207,6 +208,8 @@ pub struct ModelConfig {
     pub multipliers: Multipliers,
     /// What each layer gives is multiplied by a number of the model's files: [`constants`](Self::constants).
     pub has_layer_scales: bool,
+    /// Scores of attention x are `cap·tanh(x/cap)`, before what a token does not see is hidden.
+    pub score_cap: Option<f32>,
     /// Logits x are `cap·tanh(x/cap)` in the end.
     pub logit_cap: Option<f32>,
     /// Rotary position embedding.
@@ -404,10 +407,8 @@ impl ModelConfig {
             multipliers: Multipliers::parse(&entries, family, hidden, latent.as_ref())?,
             latent,
             has_layer_scales: family == Family::Gemma4,
-            logit_cap: match family {
-                Family::Gemma4 if entries.has_value(LOGIT_CAP) => Some(entries.positive(LOGIT_CAP)? as f32),
-                _ => None,
-            },
+            score_cap: cap(&entries, family, SCORE_CAP)?,
+            logit_cap: cap(&entries, family, LOGIT_CAP)?,
             windows,
             unrotated,
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
@@ -484,8 +485,13 @@ impl ModelConfig {
         let refuse = |key: &str, detail: String| Err(ModelError::Config { key: key.into(), detail });
         self.latent.iter().try_for_each(|latent| latent.check(self))?;
         heads::check(self)?;
-        if self.logit_cap.is_some_and(|cap| !(cap.is_normal() && cap > 0.0)) {
-            return refuse(LOGIT_CAP, "must be positive, and neither tiny nor huge".into());
+        for (key, cap) in [(SCORE_CAP, self.score_cap), (LOGIT_CAP, self.logit_cap)] {
+            if cap.is_some_and(|cap| !(cap.is_normal() && cap > 0.0)) {
+                return refuse(key, "must be positive, and neither tiny nor huge".into());
+            }
+        }
+        if self.score_cap.is_some() && self.latent.is_some() {
+            return refuse(SCORE_CAP, "is computed in attention without a latent alone".into());
         }
         let is_more = self.mixture.is_some() || self.latent.is_some() || self.delta.is_some();
         let is_plain = self.norms == Norms::Before && self.multipliers.residual == 1.0;
@@ -591,7 +597,7 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
     if family == Family::GptOss {
         return clamped_swish(entries);
     }
-    let of_later_gemma = matches!(family, Family::Gemma3 | Family::Gemma4);
+    let of_later_gemma = family.is_gemma() && family != Family::Gemma;
     let key = if of_later_gemma { "hidden_activation" } else { "hidden_act" };
     let default = if family.is_gemma() { "gelu_pytorch_tanh" } else { "silu" };
     let name = match (entries.string(key)?.unwrap_or(default), family) {
@@ -605,6 +611,24 @@ fn gate_function(entries: &Entries<'_>, family: Family) -> Result<GateFunction> 
         found: format!("\"{name}\""),
         supported: GATE_FUNCTIONS.map(|(known, _)| format!("\"{known}\"")).join(", "),
     })
+}
+
+/// What a family's class caps by where its configuration does not say, if it caps at all: no number, if nothing is capped then.
+fn usual_cap(family: Family, key: &str) -> Option<Option<f32>> {
+    match (family, key) {
+        (Family::Gemma2, SCORE_CAP) => Some(Some(50.0)),
+        (Family::Gemma2, LOGIT_CAP) => Some(Some(30.0)),
+        (Family::Gemma4, LOGIT_CAP) => Some(None),
+        _ => None,
+    }
+}
+
+fn cap(entries: &Entries<'_>, family: Family, key: &str) -> Result<Option<f32>> {
+    match usual_cap(family, key) {
+        Some(_) if entries.has_value(key) => Ok(Some(entries.positive(key)? as f32)),
+        Some(usual) if !entries.has(key) => Ok(usual),
+        _ => Ok(None),
+    }
 }
 
 /// That of gpt-oss, whatever its configuration calls it.
@@ -634,9 +658,8 @@ fn refuse_unsupported(entries: &Entries<'_>, family: Family) -> Result {
                 .into(),
         });
     }
-    for key in ["attn_logit_softcapping", LOGIT_CAP] {
-        let is_computed = family == Family::Gemma4 && key == LOGIT_CAP;
-        if let Some(cap) = entries.number(key)?.filter(|_| !is_computed) {
+    for key in [SCORE_CAP, LOGIT_CAP] {
+        if let Some(cap) = entries.number(key)?.filter(|_| usual_cap(family, key).is_none()) {
             return Err(ModelError::Unsupported {
                 what: key.into(),
                 found: cap.to_string(),

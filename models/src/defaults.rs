@@ -77,6 +77,7 @@ impl Family {
                 eos: &[1],
                 ..LLAMA
             },
+            Self::Gemma2 => Defaults { kv_heads: Some(4), ..Self::Gemma.defaults() },
             Self::Gemma3 => Defaults {
                 kv_heads: Some(4),
                 positions: 131_072,

@@ -8,7 +8,7 @@ use crate::{ModelError, Result};
 use terrace_kernels::RopePairs;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 36] = [
+const FAMILIES: [(Family, &str, &str); 37] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -21,6 +21,7 @@ const FAMILIES: [(Family, &str, &str); 36] = [
     (Family::Olmo3, "Olmo3ForCausalLM", "olmo3"),
     (Family::Granite, "GraniteForCausalLM", "granite"),
     (Family::Gemma, "GemmaForCausalLM", "gemma"),
+    (Family::Gemma2, "Gemma2ForCausalLM", "gemma2"),
     (Family::Gemma3, "Gemma3ForCausalLM", "gemma3_text"),
     (Family::Gemma4, "Gemma4ForCausalLM", "gemma4_text"),
     (Family::Exaone4, "Exaone4ForCausalLM", "exaone4"),
@@ -74,6 +75,8 @@ pub enum Family {
     Granite,
     /// Gemma 1: the weights of norms are added to 1, and embeddings multiplied by the root of the hidden size.
     Gemma,
+    /// Gemma 2: a Gemma with norms on both sides, windows in every other layer, and caps of scores and of logits.
+    Gemma2,
     /// Gemma 3 for text alone: a Gemma with norms on both sides, normalized queries and keys, and windows in five layers of six.
     Gemma3,
     /// Gemma 4 (31B, 26B-A4B): norms multiply by their weights, values have norms, what a layer gives is multiplied by a number of the files;
@@ -192,7 +195,7 @@ impl Family {
     }
 
     pub(crate) fn is_gemma(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma3 | Self::Gemma4)
+        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3 | Self::Gemma4)
     }
 
     pub(crate) fn is_cohere(self) -> bool {
@@ -211,7 +214,7 @@ impl Family {
 
     /// The weights of norms are added to 1.
     pub(crate) fn norm_plus_one(self) -> bool {
-        matches!(self, Self::Gemma | Self::Gemma3) || self.has_delta()
+        matches!(self, Self::Gemma | Self::Gemma2 | Self::Gemma3) || self.has_delta()
     }
 
     /// The gated delta rule takes the place of attention in some layers.
@@ -240,7 +243,7 @@ impl Family {
     pub(crate) fn norms(self) -> Norms {
         match self {
             Self::Olmo2 | Self::Olmo3 | Self::Exaone4 => Norms::After,
-            Self::Gemma3 | Self::Gemma4 | Self::Glm4 => Norms::Both,
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 | Self::Glm4 => Norms::Both,
             _ => Norms::Before,
         }
     }
@@ -264,7 +267,9 @@ impl Family {
     /// What those before and behind the feed-forward are called.
     pub(crate) fn norms_of_feed_forward(self) -> [&'static str; 2] {
         match self {
-            Self::Gemma3 | Self::Gemma4 => ["pre_feedforward_layernorm", "post_feedforward_layernorm"],
+            Self::Gemma2 | Self::Gemma3 | Self::Gemma4 => {
+                ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+            }
             Self::Glm4 => ["post_attention_layernorm", "post_mlp_layernorm"],
             _ => ["post_attention_layernorm", "post_feedforward_layernorm"],
         }

@@ -72,6 +72,7 @@ fn by_layer(
             (false, Some(4096))
         }
         Family::Exaone4 | Family::Cohere2 => (false, Some(4096)),
+        Family::Gemma2 => (false, Some(4096)),
         Family::Gemma4 => (false, Some(512)),
         Family::Qwen3Moe => (entries.flag("use_sliding_window", false)?, Some(4096)),
         Family::SmolLm3 => (false, None),
@@ -83,7 +84,7 @@ fn by_layer(
     // Every so many layers one sees everything.
     let every = match family {
         Family::Olmo3 => Some(4),
-        Family::GptOss => Some(2),
+        Family::GptOss | Family::Gemma2 => Some(2),
         Family::Gemma3 => Some(entries.size_or("sliding_window_pattern", 6)?),
         Family::Gemma4 => Some(6),
         Family::Exaone4 | Family::Cohere2 if entries.has_value("layer_types") => Some(4),

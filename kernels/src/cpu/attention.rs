@@ -10,6 +10,8 @@
 //! out = acc / l;  lse = m + ln l
 //! ```
 //!
+//! A cap makes `cap·tanh(s/cap)` of s, a pass over a row's block of scores.
+//!
 //! In f32, but where all operands and the result are bf16 and the processor multiplies pairs of it: there the products take them as
 //! they are, and p is rounded to bf16, as torch does and Dao's kernels do. Hidden entries of a block are zeros in p, and a block that a row does not see at all leaves its state as it
 //! is, so that a row's result depends neither on its neighbours nor on the number of threads.
@@ -164,10 +166,11 @@ pub struct RowBlock {
 
 impl<'t> Geometry<'t> {
     /// # Panics
-    /// If heads are larger than working memory is planned for, the scale is not positive, or a page is none of those there are.
+    /// If heads are larger than working memory is planned for, the scale or the cap is not positive, or a page is none of those there are.
     pub fn new(dims: AttentionDims, table: Option<&'t [i32]>, spec: AttentionSpec) -> Self {
         assert!(dims.head_size <= HEAD_MAX, "attention: heads of {} exceed {HEAD_MAX}", dims.head_size);
         assert!(spec.scale > 0.0, "attention: scores are multiplied by a positive number");
+        assert!(spec.cap.is_none_or(|cap| cap > 0.0), "attention: a cap is positive");
         assert!(spec.window != Some(0), "attention: a window holds at least the query's own position");
         let paging = dims.paging.zip(table);
         if let Some((paging, table)) = &paging {
@@ -635,7 +638,11 @@ impl Rows<'_> {
             if seen.is_empty() {
                 continue;
             }
-            let (scores, scale) = (&mut scores[seen], geometry.spec.scale);
+            let (scores, mut scale) = (&mut scores[seen], geometry.spec.scale);
+            if let Some(cap) = geometry.spec.cap {
+                vector::cap_scaled(isa, scores, scale, cap);
+                scale = 1.0;
+            }
             let max = self.max[i].max(vector::max(isa, scores) * scale);
             if max == f32::NEG_INFINITY && scores.iter().all(|score| *score == max) {
                 // Nothing so far has any weight, and a difference to this maximum would not be a number.

@@ -1,7 +1,8 @@
 //! Causal attention, backward.
 //!
 //! With `p = exp(scale·(q·kᵀ) − lse)`, `dp = dout·vᵀ`, `delta = Σ dout·out` of a row and `ds = p·(dp − delta)`:
-//! `dq = scale·(ds·k)`, `dk = scale·(dsᵀ·q)`, `dv = pᵀ·dout`.
+//! `dq = scale·(ds·k)`, `dk = scale·(dsᵀ·q)`, `dv = pᵀ·dout`. With a cap `s = cap·t`, `t = tanh(scale·(q·kᵀ)/cap)`, takes the place of the
+//! scaled score in p, and ds is multiplied by `1 − t²`.
 //!
 //! *In one pass* a task takes all of a `(b, g)` pair: block of keys by block of keys it sums dk and dv over the rows (heads of a
 //! group included), and adds to dq, which waits in f32 until all keys have been seen. Five products. Rows are packed once, if there is
@@ -467,7 +468,11 @@ impl<'a> Operands<'a> {
                 row[seen.end..].fill(0.0);
             }
             let (ds, p) = (&mut ds[seen.clone()], &mut p[seen]);
-            vector::score_gradient(isa, ds, p, self.geometry.spec.scale, pack.lse[i], pack.delta[i]);
+            let (scale, lse, delta) = (self.geometry.spec.scale, pack.lse[i], pack.delta[i]);
+            match self.geometry.spec.cap {
+                None => vector::score_gradient(isa, ds, p, scale, lse, delta),
+                Some(cap) => vector::capped_score_gradient(isa, ds, p, scale, cap, lse, delta),
+            }
         }
     }
 

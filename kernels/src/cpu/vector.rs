@@ -110,6 +110,16 @@ multiversion! {
 }
 
 multiversion! {
+    /// `x = cap·tanh(scale·x/cap)`.
+    pub fn cap_scaled(x: &mut [f32], scale: f32, cap: f32) {
+        let factor = scale / cap;
+        for x in x {
+            *x = cap * tanh::<FMA>(*x * factor);
+        }
+    }
+}
+
+multiversion! {
     /// `d *= 1 − (capped/cap)²`.
     pub fn cap_gradient(d: &mut [f32], capped: &[f32], cap: f32) {
         for (d, capped) in d.iter_mut().zip(capped) {
@@ -206,6 +216,26 @@ multiversion! {
         for (score, dp) in scores.iter_mut().zip(dp) {
             let p = exp::<FMA>(fma::<FMA>(*score, scale, -lse));
             *score = p * (*dp - delta);
+            *dp = p;
+        }
+    }
+}
+
+multiversion! {
+    /// The same with scores that are capped: `s = cap·t`, `t = tanh(scale·score/cap)`, `scores = exp(s − lse)·(dp − delta)·(1 − t²)`.
+    pub fn capped_score_gradient(
+        scores: &mut [f32],
+        dp: &mut [f32],
+        scale: f32,
+        cap: f32,
+        lse: f32,
+        delta: f32,
+    ) {
+        let factor = scale / cap;
+        for (score, dp) in scores.iter_mut().zip(dp) {
+            let t = tanh::<FMA>(*score * factor);
+            let p = exp::<FMA>(fma::<FMA>(t, cap, -lse));
+            *score = p * (*dp - delta) * fma::<FMA>(-t, t, 1.0);
             *dp = p;
         }
     }

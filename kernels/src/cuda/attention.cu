@@ -10,6 +10,10 @@
 //   attention_dq_{64,128}             dq              6·K, and 2·K again for every further 128 columns
 //   attention_dkv_{64,128}            dk, dv          8·K, and 4·K again for every further 128 columns
 //
+// `_capped` (of the largest suffix only: models that cap their scores have large heads): t_j = tanh(scale·q·k_j / cap),
+// s_j = cap·t_j, and ds_j is multiplied by 1 − t_j². They are kernels of their own, so that those without a cap keep their
+// registers, and take the same parameters.
+//
 // Rows. All queries that share keys are rows of one matrix: row r of a (sequence, key head) is query r / (H/G) of head
 // (key head)·H/G + r % (H/G). Decoding thus fills a tile with the heads of a group. A tile has 64 rows and 64 keys and
 // belongs to a block of 256 threads (16 × 16, four rows and four keys each; see `tile_product`). The dkv pass is the same
@@ -35,10 +39,18 @@ struct Shape {
     int queries, capacity, heads, kv_heads, head_size;
     // Positions a query sees, itself included; at least `capacity` when there is no window.
     int window;
-    float scale;
+    float scale, cap;
     // Of all sequences one after the other.
     Pages pages;
 };
+
+// A score from q·k; a cap makes its derivative by that, `slope`, another than the scale.
+template <bool CAPPED> __device__ __forceinline__ float score_of(float product, const Shape &shape, float &slope) {
+    if (!CAPPED) return product * shape.scale;
+    float t = tanhf(product * shape.scale / shape.cap);
+    slope = shape.scale * (1.0f - t * t);
+    return shape.cap * t;
+}
 
 // A matrix of which a tile has 64 rows: row r is at origin + r / group · step + r % group · head_size. Of keys in pages the
 // origin is that of one tile.
@@ -177,7 +189,7 @@ __device__ __forceinline__ bool sees(int position, int key, int window) {
 #define MINUS_INFINITY __uint_as_float(0xFF800000u)
 
 // Grid: (blocks of 64 rows, B·G, pieces of 64·SQUARES columns).
-template <int SQUARES>
+template <int SQUARES, bool CAPPED>
 __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype,
                                         const int *starts, void *out, int out_dtype, float *lse, const Shape &shape) {
     float *pieces = (float *)dynamic_shared, *weights = pieces + 2 * PIECE * TILE_STRIDE;
@@ -211,7 +223,8 @@ __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 bool visible = sees(positions[i], key + 4 * x + j, shape.window);
-                scores[i][j] = visible ? scores[i][j] * shape.scale : MINUS_INFINITY;
+                float slope;
+                scores[i][j] = visible ? score_of<CAPPED>(scores[i][j], shape, slope) : MINUS_INFINITY;
                 highest = fmaxf(highest, scores[i][j]);
             }
             highest = half_warp_max(highest);
@@ -269,7 +282,7 @@ __device__ __forceinline__ float row_delta(const Rows &out, const Rows &dout, in
 }
 
 // Grid: (blocks of 64 rows, B·G, pieces of 64·SQUARES columns). C = S and all starts are 0.
-template <int SQUARES>
+template <int SQUARES, bool CAPPED>
 __device__ __forceinline__ void backward_dq(const void *q, int q_dtype, const void *k, int k_dtype, const void *v,
                                             int v_dtype, const void *out, int out_dtype, const float *lse,
                                             const void *dout, int dout_dtype, void *dq, int dq_dtype, const Shape &shape) {
@@ -300,8 +313,9 @@ __device__ __forceinline__ void backward_dq(const void *q, int q_dtype, const vo
             for (int j = 0; j < 4; j++) {
                 int r = row + 4 * y + i;
                 bool visible = r < q_rows.end && sees(r / group, key + 4 * x + j, shape.window);
-                float p = visible ? expf(scores[i][j] * shape.scale - row_lses[i]) : 0.0f;
-                scores[i][j] = visible ? p * (gradients[i][j] - deltas[i]) * shape.scale : 0.0f;
+                float slope = shape.scale;
+                float p = visible ? expf(score_of<CAPPED>(scores[i][j], shape, slope) - row_lses[i]) : 0.0f;
+                scores[i][j] = visible ? p * (gradients[i][j] - deltas[i]) * slope : 0.0f;
             }
         put_weights(weights, scores);
         add_weighted<SQUARES>(sums, weights, k_rows, key, first, pieces);
@@ -311,7 +325,7 @@ __device__ __forceinline__ void backward_dq(const void *q, int q_dtype, const vo
 }
 
 // Grid: (blocks of 64 keys, B·G, pieces of 64·SQUARES columns). Thread (y, x) has keys 4y + i and rows 4x + j.
-template <int SQUARES>
+template <int SQUARES, bool CAPPED>
 __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const void *k, int k_dtype, const void *v,
                                              int v_dtype, const void *out, int out_dtype, const float *lse,
                                              const void *dout, int dout_dtype, void *dk, int dk_dtype, void *dv,
@@ -349,9 +363,10 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
             for (int j = 0; j < 4; j++) {
                 int r = row + 4 * x + j;
                 bool visible = r < q_rows.end && sees(r / group, key + 4 * y + i, shape.window);
-                float p = visible ? expf(scores[i][j] * shape.scale - tile_lses[4 * x + j]) : 0.0f;
+                float slope = shape.scale;
+                float p = visible ? expf(score_of<CAPPED>(scores[i][j], shape, slope) - tile_lses[4 * x + j]) : 0.0f;
                 scores[i][j] = p;
-                gradients[i][j] = visible ? p * (gradients[i][j] - tile_deltas[4 * x + j]) * shape.scale : 0.0f;
+                gradients[i][j] = visible ? p * (gradients[i][j] - tile_deltas[4 * x + j]) * slope : 0.0f;
             }
         put_weights(weights, scores);
         add_weighted<SQUARES>(of_v, weights, dout_rows, row, first, pieces);
@@ -366,35 +381,44 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
 #define FORWARD_PARAMETERS                                                                                             \
     const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *pages,              \
         int page_shift, const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, \
-        int kv_heads, int head_size, int window, float scale
-#define FORWARD(SQUARES)                                                                                               \
-    forward<SQUARES>(q, q_dtype, k, k_dtype, v, v_dtype, starts, out, out_dtype, lse,                                  \
-                     {queries, capacity, heads, kv_heads, head_size, window, scale, {pages, page_shift}})
+        int kv_heads, int head_size, int window, float scale, float cap
+#define FORWARD(...)                                                                                                   \
+    forward<__VA_ARGS__>(q, q_dtype, k, k_dtype, v, v_dtype, starts, out, out_dtype, lse,                              \
+                         {queries, capacity, heads, kv_heads, head_size, window, scale, cap, {pages, page_shift}})
 
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_64(FORWARD_PARAMETERS) { FORWARD(1); }
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_128(FORWARD_PARAMETERS) { FORWARD(2); }
-extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_256(FORWARD_PARAMETERS) { FORWARD(4); }
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_64(FORWARD_PARAMETERS) { FORWARD(1, false); }
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_128(FORWARD_PARAMETERS) { FORWARD(2, false); }
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_256(FORWARD_PARAMETERS) { FORWARD(4, false); }
+extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_256_capped(FORWARD_PARAMETERS) { FORWARD(4, true); }
 
 #define BACKWARD_PARAMETERS                                                                                            \
     const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const void *out, int out_dtype, \
         const float *lse, const void *dout, int dout_dtype
-#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int head_size, int window, float scale
+#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int head_size, int window, float scale, float cap
 #define BACKWARD_ARGUMENTS q, q_dtype, k, k_dtype, v, v_dtype, out, out_dtype, lse, dout, dout_dtype
-#define SHAPE {queries, queries, heads, kv_heads, head_size, window, scale, {}}
+#define SHAPE {queries, queries, heads, kv_heads, head_size, window, scale, cap, {}}
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 attention_dq_64(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
-    backward_dq<1>(BACKWARD_ARGUMENTS, dq, dq_dtype, SHAPE);
+    backward_dq<1, false>(BACKWARD_ARGUMENTS, dq, dq_dtype, SHAPE);
 }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 attention_dq_128(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
-    backward_dq<2>(BACKWARD_ARGUMENTS, dq, dq_dtype, SHAPE);
+    backward_dq<2, false>(BACKWARD_ARGUMENTS, dq, dq_dtype, SHAPE);
+}
+extern "C" __global__ void __launch_bounds__(TILE_THREADS)
+attention_dq_128_capped(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
+    backward_dq<2, true>(BACKWARD_ARGUMENTS, dq, dq_dtype, SHAPE);
 }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1)
 attention_dkv_64(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
-    backward_dkv<1>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
+    backward_dkv<1, false>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
 }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1)
 attention_dkv_128(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
-    backward_dkv<2>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
+    backward_dkv<2, false>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
+}
+extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1)
+attention_dkv_128_capped(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
+    backward_dkv<2, true>(BACKWARD_ARGUMENTS, dk, dk_dtype, dv, dv_dtype, SHAPE);
 }

@@ -45,6 +45,11 @@ const PLAIN_128: Passes = Passes {
     dkv: plain("attention_dkv_128", 128, SHARED_BYTES_DKV),
 };
 const PLAIN_256: Passes = Passes { forward: plain("attention_forward_256", 256, SHARED_BYTES), ..PLAIN_128 };
+const PLAIN_CAPPED: Passes = Passes {
+    forward: plain("attention_forward_256_capped", 256, SHARED_BYTES),
+    dq: plain("attention_dq_128_capped", 128, SHARED_BYTES),
+    dkv: plain("attention_dkv_128_capped", 128, SHARED_BYTES_DKV),
+};
 
 /// By the table of `attention_mma.cu`.
 const fn mma(kernel: &'static str, columns: usize, rows: usize, shared_bytes: u32) -> Pass {
@@ -62,14 +67,23 @@ const MMA_128: Passes = Passes {
     dkv: mma("attention_dkv_mma_128", 128, 64, 82304),
 };
 
+const MMA_128_CAPPED: Passes = Passes {
+    forward: Pass { kernel: "attention_forward_mma_128_capped", ..MMA_128.forward },
+    dq: Pass { kernel: "attention_dq_mma_128_capped", ..MMA_128.dq },
+    dkv: Pass { kernel: "attention_dkv_mma_128_capped", ..MMA_128.dkv },
+};
+
 /// Kernels that use more shared memory than is given without asking, and how many bytes.
 pub(super) fn large_shared_bytes() -> impl Iterator<Item = (&'static str, u32)> {
-    let all = [MMA_64, MMA_128].into_iter().flat_map(|passes| [passes.forward, passes.dq, passes.dkv]);
+    let all = [MMA_64, MMA_128, MMA_128_CAPPED].into_iter();
+    let all = all.flat_map(|passes| [passes.forward, passes.dq, passes.dkv]);
     all.map(|pass| (pass.kernel, pass.shared_bytes))
 }
 
-fn passes(head_size: usize, tensor_cores: bool) -> Passes {
+fn passes(head_size: usize, tensor_cores: bool, spec: AttentionSpec) -> Passes {
     match head_size {
+        128 if tensor_cores && spec.cap.is_some() => MMA_128_CAPPED,
+        _ if spec.cap.is_some() => PLAIN_CAPPED,
         64 if tensor_cores => MMA_64,
         128 if tensor_cores => MMA_128,
         0..=64 => PLAIN_64,
@@ -102,7 +116,7 @@ impl Split {
     const ROWS_MAX: usize = 16;
 
     /// How to share the keys out, if that is worth while.
-    fn of(dims: &AttentionDims) -> Option<Self> {
+    fn of(dims: &AttentionDims, spec: AttentionSpec) -> Option<Self> {
         let (head, rows) = (dims.head_size, dims.queries * dims.group());
         if !head.is_multiple_of(8) || head == 0 || head > 256 || rows > Self::ROWS_MAX {
             return None;
@@ -114,7 +128,12 @@ impl Split {
             return None;
         }
         let piece = dims.capacity.div_ceil(pieces).next_multiple_of(Self::TILE);
-        let (kernel, rows) = if rows <= 4 { ("attention_decode_4", 4) } else { ("attention_decode_8", 8) };
+        let (kernel, rows) = match (rows <= 4, spec.cap) {
+            (true, None) => ("attention_decode_4", 4),
+            (true, Some(_)) => ("attention_decode_4_capped", 4),
+            (false, None) => ("attention_decode_8", 8),
+            (false, Some(_)) => ("attention_decode_8_capped", 8),
+        };
         Some(Self { kernel, rows, piece, pieces: dims.capacity.div_ceil(piece) })
     }
 }
@@ -142,9 +161,9 @@ impl Attention for Cuda {
         let operands = operands.size(dims.paging.map_or(0, |paging| page_shift(&paging))).only(starts);
         let with_shape = |arguments: Arguments| {
             let arguments = arguments.size(dims.queries).size(dims.capacity).size(dims.heads);
-            arguments.size(dims.kv_heads).size(dims.head_size).int(window(spec)).float(spec.scale)
+            with_spec(arguments.size(dims.kv_heads).size(dims.head_size), spec)
         };
-        if let Some(split) = Split::of(&dims).filter(|_| aligned(&[k, v])) {
+        if let Some(split) = Split::of(&dims, spec).filter(|_| aligned(&[k, v])) {
             let _held = self.partials.lock().unwrap_or_else(PoisonError::into_inner);
             let mut keys = with_shape(operands.bytes(self.partials())).size(split.piece);
             self.launch_split(OP, split, &dims, &mut keys)?;
@@ -154,7 +173,7 @@ impl Attention for Cuda {
             return self.launch(OP, "attention_decode_merge", grid, SPLIT_THREADS, 0, &mut merge);
         }
         let tensor_cores = self.fits_tensor_cores(&[q, k, v], &[out.view()]);
-        let pass = passes(dims.head_size, tensor_cores).forward;
+        let pass = passes(dims.head_size, tensor_cores, spec).forward;
         let mut arguments = with_shape(operands.write(&out).only(lse.view()));
         self.launch_pass(OP, pass, &dims, dims.queries * dims.group(), &mut arguments)
     }
@@ -201,11 +220,11 @@ impl Attention for Cuda {
             return Ok(());
         }
         let tensor_cores = self.fits_tensor_cores(&[q, k, v, out, dout], &[dq.view(), dk.view(), dv.view()]);
-        let passes = passes(dims.head_size, tensor_cores);
+        let passes = passes(dims.head_size, tensor_cores, spec);
         let operands = self.arguments().read(q).read(k).read(v).read(out).only(lse).read(dout);
         let with_shape = |arguments: Arguments| {
             let arguments = arguments.size(dims.queries).size(dims.heads).size(dims.kv_heads);
-            arguments.size(dims.head_size).int(window(spec)).float(spec.scale)
+            with_spec(arguments.size(dims.head_size), spec)
         };
         let mut of_q = with_shape(operands.clone().write(&dq));
         self.launch_pass(OP, passes.dq, &dims, dims.queries * dims.group(), &mut of_q)?;
@@ -272,7 +291,8 @@ fn number(op: &'static str, what: &'static str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| too_large(op, what, value))
 }
 
-/// Positions a query sees.
-fn window(spec: AttentionSpec) -> i32 {
-    spec.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX))
+/// Positions a query sees, the scale, and the cap, which kernels without one do not read.
+fn with_spec(arguments: Arguments, spec: AttentionSpec) -> Arguments {
+    let window = spec.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
+    arguments.int(window).float(spec.scale).float(spec.cap.unwrap_or(0.0))
 }

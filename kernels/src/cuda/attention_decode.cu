@@ -2,7 +2,7 @@
 // Sizov, "Flash-Decoding for long-context inference" (2023). The operation, its symbols and the order of rows are those of
 // attention.cu.
 //
-//   attention_decode_{4,8}    partials of pieces of the keys    4·K FLOPs a visible pair
+//   attention_decode_{4,8}    partials of pieces of the keys    4·K FLOPs a visible pair; `_capped` as in attention.cu
 //   attention_decode_merge    out, lse from the partials        2·K a row and piece
 //   attention_append          new keys and values to pages      no FLOPs; both once
 //
@@ -36,7 +36,7 @@ struct Shape {
     int queries, capacity, heads, kv_heads, head_size;
     // Positions a query sees, itself included; at least `capacity` when there is no window.
     int window;
-    float scale;
+    float scale, cap;
     // Keys that a block takes, a multiple of the tile.
     int piece;
     // Of all sequences one after the other.
@@ -59,7 +59,7 @@ __device__ __forceinline__ i64 row_place(const Shape &shape, int b, int kv_head,
 }
 
 // Grid: (pieces of the keys, B·G, pieces of ROWS rows).
-template <int ROWS>
+template <int ROWS, bool CAPPED>
 __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype,
                                        const int *starts, float *partials, const Shape &shape) {
     __shared__ Shared<ROWS> shared;
@@ -101,6 +101,7 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             float score = scores[r] + __shfl_xor_sync(ALL_LANES, scores[r], 1);
+            if (CAPPED) score = shape.cap * tanhf(score / shape.cap);
             int position = start + (row + r) / group;
             bool visible = key < end && key <= position && key > position - shape.window;
             if (t % 2 == 0) shared.weights[r][t / 2] = visible ? score : MINUS_INFINITY;
@@ -165,13 +166,15 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
 #define DECODE_PARAMETERS                                                                                              \
     const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *pages,              \
         int page_shift, const int *starts, float *partials, int queries, int capacity, int heads, int kv_heads,        \
-        int head_size, int window, float scale, int piece
-#define DECODE(ROWS)                                                                                                   \
-    decode<ROWS>(q, q_dtype, k, k_dtype, v, v_dtype, starts, partials,                                                 \
-                 {queries, capacity, heads, kv_heads, head_size, window, scale, piece, {pages, page_shift}})
+        int head_size, int window, float scale, float cap, int piece
+#define DECODE(...)                                                                                                    \
+    decode<__VA_ARGS__>(q, q_dtype, k, k_dtype, v, v_dtype, starts, partials,                                          \
+                        {queries, capacity, heads, kv_heads, head_size, window, scale, cap, piece, {pages, page_shift}})
 
-extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_4(DECODE_PARAMETERS) { DECODE(4); }
-extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_8(DECODE_PARAMETERS) { DECODE(8); }
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_4(DECODE_PARAMETERS) { DECODE(4, false); }
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_8(DECODE_PARAMETERS) { DECODE(8, false); }
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_4_capped(DECODE_PARAMETERS) { DECODE(4, true); }
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_8_capped(DECODE_PARAMETERS) { DECODE(8, true); }
 
 // Grid: rows of q, in their order.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS)

@@ -4,6 +4,7 @@
 //   attention_forward_mma_{64,128}    out, lse        4·K FLOPs a visible pair
 //   attention_dq_mma_{64,128}         dq              6·K
 //   attention_dkv_mma_{64,128}        dk, dv          8·K
+//   …_mma_128_capped                  the same with a cap, as in attention.cu
 //
 // The suffix is the head size. q, k, v (out and dout) have one dtype, bf16 or f16, and begin at multiples of 16 bytes; the
 // results have any, and begin at multiples of 8. Grid: (tiles of results' rows, G, B), 128 threads.
@@ -49,7 +50,7 @@ struct Shape {
     int queries, capacity, heads, kv_heads;
     // Positions a query sees, itself included; at least `capacity` when there is no window.
     int window;
-    float scale;
+    float scale, cap;
     // Of all sequences one after the other.
     Pages pages;
 };
@@ -188,6 +189,19 @@ __device__ __forceinline__ void store_rows(void *to, int dtype, const Rows &rows
         }
 }
 
+// Exponents, in units of a power of two and above `shift`, from a product of q and k, and what the derivative by that has besides
+// `scale`.
+template <bool CAPPED>
+__device__ __forceinline__ float exponent_of(float product, const Shape &shape, float shift, float &slope) {
+    if (!CAPPED) {
+        slope = 1.0f;
+        return product * (shape.scale * LOG2_E) - shift;
+    }
+    float t = tanhf(product * (shape.scale / shape.cap));
+    slope = 1.0f - t * t;
+    return t * (shape.cap * LOG2_E) - shift;
+}
+
 // Exponents of keys that a row does not see become -inf; rows as in store_rows, keys from `key` on. A pass of its own, which
 // most tiles do without; rows beyond the end see nothing.
 template <int HEAD, int STACK, int COLUMNS>
@@ -249,7 +263,7 @@ __device__ __forceinline__ void soften(float scores[STACK][COLUMNS][4], float su
         }
 }
 
-template <int DTYPE, int HEAD, int STACK, int STEP>
+template <int DTYPE, int HEAD, int STACK, int STEP, bool CAPPED>
 __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v, const int *starts, void *out, int out_dtype,
                                         float *lse, const Shape &shape) {
     constexpr int ROWS = WARPS * 16 * STACK;
@@ -298,7 +312,10 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
-                for (int j = 0; j < 4; j++) scores[i][n][j] *= shape.scale * LOG2_E;
+                for (int j = 0; j < 4; j++) {
+                    float slope;
+                    scores[i][n][j] = exponent_of<CAPPED>(scores[i][n][j], shape, 0.0f, slope);
+                }
         bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
         if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.window);
         soften<STACK, STEP / 8, HEAD / 8>(scores, sums, rows);
@@ -340,7 +357,7 @@ template <int HEAD> __device__ __forceinline__ float row_lse(const float *lse, c
 }
 
 // C = S and all starts are 0.
-template <int DTYPE, int HEAD, int STACK, int STEP>
+template <int DTYPE, int HEAD, int STACK, int STEP, bool CAPPED>
 __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u16 *v, const u16 *out, const float *lse,
                                             const u16 *dout, void *dq, int dq_dtype, const Shape &shape) {
     constexpr int ROWS = WARPS * 16 * STACK;
@@ -389,8 +406,11 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
 #pragma unroll
             for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
-                for (int j = 0; j < 4; j++)
-                    scores[i][n][j] = scores[i][n][j] * (shape.scale * LOG2_E) - lses[i][j / 2];
+                for (int j = 0; j < 4; j++) {
+                    float slope;
+                    scores[i][n][j] = exponent_of<CAPPED>(scores[i][n][j], shape, lses[i][j / 2], slope);
+                    gradients[i][n][j] = (gradients[i][n][j] - deltas[i][j / 2]) * slope;
+                }
         bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
         if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, 0, key, shape.window);
 #pragma unroll
@@ -399,7 +419,7 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
             for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
                 for (int j = 0; j < 4; j++)
-                    scores[i][n][j] = exp2_approximate(scores[i][n][j]) * (gradients[i][n][j] - deltas[i][j / 2]);
+                    scores[i][n][j] = exp2_approximate(scores[i][n][j]) * gradients[i][n][j];
         add_weighted<DTYPE, HEAD, STACK, STEP / 8>(sums, scores, tile);
     }
     float scales[STACK][2];
@@ -457,13 +477,13 @@ __device__ __forceinline__ void hide_rows(float exponents[STACK][STEP / 8][4], c
 }
 
 // A warp's part of one tile: keys from warp_key on, rows with `facts`. `whole`: every row sees every key.
-template <int DTYPE, int HEAD, int STACK, int STEP>
+template <int DTYPE, int HEAD, int STACK, int STEP, bool CAPPED>
 __device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of_v[STACK][HEAD / 8][4], const u16 *k_tile,
                                         const u16 *v_tile, const u16 *rows_tile, const RowFacts<STEP> &facts, int warp_key,
                                         const Shape &shape, bool whole) {
     const u16 *q_tile = rows_tile, *dout_tile = rows_tile + STEP * HEAD;
     int column = threadIdx.x % 4 * 2;
-    float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4];
+    float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4], slopes[STACK][STEP / 8][4];
     row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, k_tile, q_tile);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
@@ -471,7 +491,8 @@ __device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of
         for (int i = 0; i < STACK; i++)
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                scores[i][n][j] = scores[i][n][j] * (shape.scale * LOG2_E) - facts.lses[8 * n + column + j % 2];
+                scores[i][n][j] =
+                    exponent_of<CAPPED>(scores[i][n][j], shape, facts.lses[8 * n + column + j % 2], slopes[i][n][j]);
     if (!whole) hide_rows<STACK, STEP>(scores, facts, warp_key, shape.window);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
@@ -486,11 +507,14 @@ __device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of
 #pragma unroll
         for (int i = 0; i < STACK; i++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) scores[i][n][j] *= gradients[i][n][j] - facts.deltas[8 * n + column + j % 2];
+            for (int j = 0; j < 4; j++) {
+                scores[i][n][j] *= gradients[i][n][j] - facts.deltas[8 * n + column + j % 2];
+                if (CAPPED) scores[i][n][j] *= slopes[i][n][j];
+            }
     add_weighted<DTYPE, HEAD, STACK, STEP / 8>(of_k, scores, q_tile);
 }
 
-template <int DTYPE, int HEAD, int STACK, int STEP>
+template <int DTYPE, int HEAD, int STACK, int STEP, bool CAPPED>
 __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u16 *v, const u16 *out, const float *lse,
                                              const u16 *dout, void *dk, int dk_dtype, void *dv, int dv_dtype,
                                              const Shape &shape) {
@@ -524,7 +548,7 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
         if (high < warp_key || low - shape.window >= last_key) continue;
         bool whole = row + STEP <= q_rows.end && low >= last_key && high - shape.window < warp_key;
         int above = (warp_key - key) * HEAD;
-        add_dkv<DTYPE, HEAD, STACK, STEP>(of_k, of_v, k_tile + above, v_tile + above, tile, facts, warp_key, shape, whole);
+        add_dkv<DTYPE, HEAD, STACK, STEP, CAPPED>(of_k, of_v, k_tile + above, v_tile + above, tile, facts, warp_key, shape, whole);
     }
     float scales[STACK][2], one[STACK][2];
 #pragma unroll
@@ -542,46 +566,57 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
 #define FORWARD_PARAMETERS                                                                                             \
     const void *q, int q_dtype, const void *k, int, const void *v, int, const int *pages, int page_shift,              \
         const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, int kv_heads,   \
-        int, int window, float scale
-#define FORWARD(HEAD, STACK, STEP)                                                                                     \
-    Shape shape = {queries, capacity, heads, kv_heads, window, scale, {pages, page_shift}};                            \
+        int, int window, float scale, float cap
+#define FORWARD(...)                                                                                                   \
+    Shape shape = {queries, capacity, heads, kv_heads, window, scale, cap, {pages, page_shift}};                       \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     if (q_dtype == BF16) {                                                                                             \
-        forward<BF16, HEAD, STACK, STEP>(q16, k16, v16, starts, out, out_dtype, lse, shape);                           \
+        forward<BF16, __VA_ARGS__>(q16, k16, v16, starts, out, out_dtype, lse, shape);                                 \
     } else {                                                                                                           \
-        forward<F16, HEAD, STACK, STEP>(q16, k16, v16, starts, out, out_dtype, lse, shape);                            \
+        forward<F16, __VA_ARGS__>(q16, k16, v16, starts, out, out_dtype, lse, shape);                                  \
     }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_64(FORWARD_PARAMETERS) { FORWARD(64, 2, 64) }
-extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_128(FORWARD_PARAMETERS) { FORWARD(128, 2, 32) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_64(FORWARD_PARAMETERS) { FORWARD(64, 2, 64, false) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_128(FORWARD_PARAMETERS) { FORWARD(128, 2, 32, false) }
+extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_128_capped(FORWARD_PARAMETERS) {
+    FORWARD(128, 2, 32, true)
+}
 
 #define BACKWARD_PARAMETERS                                                                                            \
     const void *q, int q_dtype, const void *k, int, const void *v, int, const void *out, int, const float *lse,        \
         const void *dout, int
-#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int window, float scale
-#define BACKWARD(PASS, HEAD, STACK, STEP, ...)                                                                         \
-    Shape shape = {queries, queries, heads, kv_heads, window, scale, {}};                                              \
+#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int window, float scale, float cap
+#define BACKWARD(PASS, HEAD, STACK, STEP, CAPPED, ...)                                                                 \
+    Shape shape = {queries, queries, heads, kv_heads, window, scale, cap, {}};                                         \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     const u16 *out16 = (const u16 *)out, *dout16 = (const u16 *)dout;                                                  \
     if (q_dtype == BF16) {                                                                                             \
-        PASS<BF16, HEAD, STACK, STEP>(q16, k16, v16, out16, lse, dout16, __VA_ARGS__, shape);                          \
+        PASS<BF16, HEAD, STACK, STEP, CAPPED>(q16, k16, v16, out16, lse, dout16, __VA_ARGS__, shape);                  \
     } else {                                                                                                           \
-        PASS<F16, HEAD, STACK, STEP>(q16, k16, v16, out16, lse, dout16, __VA_ARGS__, shape);                           \
+        PASS<F16, HEAD, STACK, STEP, CAPPED>(q16, k16, v16, out16, lse, dout16, __VA_ARGS__, shape);                   \
     }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_dq_mma_64(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
-    BACKWARD(backward_dq, 64, 2, 32, dq, dq_dtype)
+    BACKWARD(backward_dq, 64, 2, 32, false, dq, dq_dtype)
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_dq_mma_128(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
-    BACKWARD(backward_dq, 128, 1, 32, dq, dq_dtype)
+    BACKWARD(backward_dq, 128, 1, 32, false, dq, dq_dtype)
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+attention_dq_mma_128_capped(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {
+    BACKWARD(backward_dq, 128, 1, 32, true, dq, dq_dtype)
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_dkv_mma_64(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
-    BACKWARD(backward_dkv, 64, 1, 64, dk, dk_dtype, dv, dv_dtype)
+    BACKWARD(backward_dkv, 64, 1, 64, false, dk, dk_dtype, dv, dv_dtype)
 }
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 attention_dkv_mma_128(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
-    BACKWARD(backward_dkv, 128, 1, 32, dk, dk_dtype, dv, dv_dtype)
+    BACKWARD(backward_dkv, 128, 1, 32, false, dk, dk_dtype, dv, dv_dtype)
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
+attention_dkv_mma_128_capped(BACKWARD_PARAMETERS, void *dk, int dk_dtype, void *dv, int dv_dtype, SHAPE_PARAMETERS) {
+    BACKWARD(backward_dkv, 128, 1, 32, true, dk, dk_dtype, dv, dv_dtype)
 }

@@ -13,7 +13,7 @@
 //! conformance suites emulated on a CPU (`kernels/shim`) and on an H200 (`benches/record`), where `quantized_mma.cu`, `rms_norm.cu` and
 //! `gated.cu` in their present form, `columns.cu`, `rope.cu`'s layouts, `experts.cu`, `sinks.cu`, `delta.cu`, `delta_scan.cu`,
 //! `cross_entropy.cu` in its present form, and of `elementwise.cu` `elementwise_affine`, `elementwise_multiply`, `elementwise_scale` and
-//! `elementwise_cap` have not run. No other card has run any.
+//! `elementwise_cap`, and those of attention with a cap (`_capped`), have not run. No other card has run any.
 
 mod attention;
 mod columns;

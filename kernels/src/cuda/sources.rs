@@ -113,15 +113,20 @@ pub(super) static SOURCES: [KernelSource; 19] = [
         "attention_forward_64",
         "attention_forward_128",
         "attention_forward_256",
+        "attention_forward_256_capped",
         "attention_dq_64",
         "attention_dq_128",
+        "attention_dq_128_capped",
         "attention_dkv_64",
-        "attention_dkv_128"
+        "attention_dkv_128",
+        "attention_dkv_128_capped"
     ),
     source!(
         "attention_decode.cu",
         "attention_decode_4",
         "attention_decode_8",
+        "attention_decode_4_capped",
+        "attention_decode_8_capped",
         "attention_decode_merge",
         "attention_append"
     ),
@@ -130,10 +135,13 @@ pub(super) static SOURCES: [KernelSource; 19] = [
         tensor_cores "attention_mma.cu",
         "attention_forward_mma_64",
         "attention_forward_mma_128",
+        "attention_forward_mma_128_capped",
         "attention_dq_mma_64",
         "attention_dq_mma_128",
+        "attention_dq_mma_128_capped",
         "attention_dkv_mma_64",
-        "attention_dkv_mma_128"
+        "attention_dkv_mma_128",
+        "attention_dkv_mma_128_capped"
     ),
 ];
 

@@ -6,7 +6,7 @@ use crate::check::{self, AttentionDims, Paging};
 use crate::{Attention, AttentionSpec, KeyValues, Result, View, ViewMut};
 
 impl Attention for Reference {
-    /// `out = Σ_j p_j·v_j`, `p = softmax(scale·q·k_j)` over the visible keys j, ascending.
+    /// `out = Σ_j p_j·v_j`, `p = softmax(s)`, `s_j = scale·q·k_j` or what a cap makes of it, over the visible keys j, ascending.
     fn forward(
         &self,
         q: View<'_>,
@@ -31,7 +31,7 @@ impl Attention for Reference {
                 let at = row.b * dims.capacity + j;
                 Some(row.key_in(&dims, places.as_ref().map_or(Some(at), |places| places[at])?))
             };
-            let score = |j| key(j).map_or(0.0, |at| f64::from(spec.scale) * dot(query, &k[at..]));
+            let score = |j| key(j).map_or(0.0, |at| score(dot(query, &k[at..]), spec).0);
             let scores: Vec<f64> = keys.clone().map(score).collect();
             let lse = log_sum_exp(&scores);
             lse_bhs[row.lse(&dims)] = lse;
@@ -77,7 +77,8 @@ impl Attention for Reference {
 
     /// Recomputes everything from q, k, v and `lse`, in which sinks may be; `out` is only checked for shape.
     ///
-    /// `p_j = exp(scale·q·k_j − lse)`, `dp_j = dout·v_j`, `ds_j = p_j·(dp_j − Σ p·dp)·scale`, `dq = Σ ds_j·k_j`, `dk_j = Σ ds_j·q`, `dv_j = Σ p_j·dout`.
+    /// `p_j = exp(s_j − lse)`, `dp_j = dout·v_j`, `ds_j = p_j·(dp_j − Σ p·dp)·scale`, `dq = Σ ds_j·k_j`, `dk_j = Σ ds_j·q`, `dv_j = Σ p_j·dout`;
+    /// with a cap ds_j is multiplied by `1 − (s_j/cap)²`.
     fn backward(
         &self,
         q: View<'_>,
@@ -94,20 +95,19 @@ impl Attention for Reference {
         let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
         let (q, k, v, dout) = (values::read(q), values::read(k), values::read(v), values::read(dout));
         let lse_bhs = values::read(lse);
-        let scale = f64::from(spec.scale);
         let (mut of_q, mut of_k, mut of_v) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
         for row in rows(&dims) {
             let (at, width) = (row.query(&dims), dims.head_size);
             let keys = row.keys(0, spec.window);
-            let scores: Vec<f64> =
-                keys.clone().map(|j| scale * dot(&q[at..at + width], &k[row.key(&dims, j)..])).collect();
+            let scores: Vec<(f64, f64)> =
+                keys.clone().map(|j| score(dot(&q[at..at + width], &k[row.key(&dims, j)..]), spec)).collect();
             let lse = lse_bhs[row.lse(&dims)];
-            let p: Vec<f64> = scores.iter().map(|score| (score - lse).exp()).collect();
+            let p: Vec<f64> = scores.iter().map(|(score, _)| (score - lse).exp()).collect();
             let dp: Vec<f64> =
                 keys.clone().map(|j| dot(&dout[at..at + width], &v[row.key(&dims, j)..])).collect();
             let delta = dot(&p, &dp);
-            for ((p, dp), j) in p.iter().zip(&dp).zip(keys) {
-                let (ds, key) = (p * (dp - delta) * scale, row.key(&dims, j));
+            for (((p, dp), (_, slope)), j) in p.iter().zip(&dp).zip(&scores).zip(keys) {
+                let (ds, key) = (p * (dp - delta) * slope, row.key(&dims, j));
                 axpy(&mut of_q[at..at + width], ds, &k[key..]);
                 axpy(&mut of_k[key..key + width], ds, &q[at..]);
                 axpy(&mut of_v[key..key + width], *p, &dout[at..]);
@@ -118,6 +118,14 @@ impl Attention for Reference {
         values::write(dv, &of_v);
         Ok(())
     }
+}
+
+/// The score of a product of a query and a key, and its derivative.
+fn score(product: f64, spec: AttentionSpec) -> (f64, f64) {
+    let (scale, scaled) = (f64::from(spec.scale), f64::from(spec.scale) * product);
+    let Some(cap) = spec.cap.map(f64::from) else { return (scaled, scale) };
+    let of_cap = (scaled / cap).tanh();
+    (cap * of_cap, scale * (1.0 - of_cap * of_cap))
 }
 
 /// For every position of every sequence its row among those of all pages, if there is one.

@@ -17,11 +17,12 @@ struct Case {
     kv_heads: usize,
     head_size: usize,
     window: Option<usize>,
+    cap: Option<f32>,
 }
 
 impl Case {
     fn spec(&self) -> AttentionSpec {
-        AttentionSpec { scale: 1.0 / (self.head_size as f32).sqrt(), window: self.window }
+        AttentionSpec { scale: 1.0 / (self.head_size as f32).sqrt(), window: self.window, cap: self.cap }
     }
 
     fn q_dims(&self) -> [usize; 4] {
@@ -122,15 +123,23 @@ fn multiplies_pairs(backend: &str) -> bool {
 }
 
 fn training(queries: usize, heads: usize, kv_heads: usize, head_size: usize, window: Option<usize>) -> Case {
-    Case { batch: 2, queries, capacity: queries, heads, kv_heads, head_size, window }
+    Case { batch: 2, queries, capacity: queries, heads, kv_heads, head_size, window, cap: None }
 }
 
 /// Scores of minus infinity, as products that overflow give them, are keys without weight, wherever they stand among the others.
 #[test]
 fn keys_of_no_weight_before_others_leave_numbers() {
     for queries in [1, 70] {
-        let case =
-            Case { batch: 1, queries, capacity: 300, heads: 2, kv_heads: 1, head_size: 32, window: None };
+        let case = Case {
+            batch: 1,
+            queries,
+            capacity: 300,
+            heads: 2,
+            kv_heads: 1,
+            head_size: 32,
+            window: None,
+            cap: None,
+        };
         // In fp16 nothing is large enough.
         for mix in MIXES.into_iter().filter(|mix| mix.0 != DType::F16) {
             let [_, k, v] = case.qkv(mix.0);
@@ -175,14 +184,74 @@ fn sliding_windows() {
     }
 }
 
+/// Caps that bend most of the scores, which are of order 2, or few of them; with windows and groups, and from a start, where a card
+/// shares keys out.
+#[test]
+fn capped_scores() {
+    for (queries, heads, kv_heads, head_size, window) in [
+        (1, 1, 1, 2, None),
+        (33, 6, 2, 16, None),
+        (100, 7, 1, 24, Some(17)),
+        (131, 2, 2, 64, Some(96)),
+        (40, 4, 2, 128, None),
+        (70, 2, 1, 256, Some(33)),
+    ] {
+        for (mix, cap) in MIXES.into_iter().zip([0.7, 2.0, 1.0, 50.0]) {
+            let case = Case { cap: Some(cap), ..training(queries, heads, kv_heads, head_size, window) };
+            case.check_forward(&[0, 0], mix);
+            case.check_backward(mix);
+            for queries in [1, 3] {
+                let case = Case { queries, capacity: 520, ..case };
+                case.check_forward(&[7, 516], mix);
+            }
+        }
+    }
+}
+
+/// No score leaves the cap, however large it was, and its gradient is zero there.
+#[test]
+fn scores_beyond_a_cap() {
+    let (queries, cap) = (40, 3.0);
+    let case = Case { batch: 1, cap: Some(cap), ..training(queries, 2, 1, 16, None) };
+    let [q, k, v] = case.qkv(DType::F32);
+    let [q, k] = [q, k].map(|of| {
+        let large = of.values().into_iter().map(|x| 1e3 * (x.abs() + 1.0));
+        Host::of(DType::F32, of.view().shape().dims(), large.collect::<Vec<_>>())
+    });
+    let starts = Host::zeros(DType::I32, &[1]);
+    let dout = Host::random(DType::F32, &case.q_dims(), 1.0, 4);
+    for (name, set) in backends_and_pairs() {
+        let [_, lse] = case.forward_over(&set, &q, KeyValues::rows(k.view(), v.view()), &starts, DType::F32);
+        // All scores are the cap.
+        for (i, lse) in lse.values().into_iter().enumerate() {
+            let expected = f64::from(cap) + ((i % queries + 1) as f64).ln();
+            assert!((lse - expected).abs() < 1e-5, "{name}: lse {lse} of row {i} instead of {expected}");
+        }
+        let [_, dq, dk, dv] = case.gradients(&set, [&q, &k, &v, &dout], DType::F32);
+        assert!(
+            dq.values().iter().chain(&dk.values()).all(|x| *x == 0.0),
+            "{name}: gradients beyond the cap"
+        );
+        assert!(dv.values().iter().all(|x| x.is_finite() && *x != 0.0), "{name}: gradients of values");
+    }
+}
+
 /// Decoding and chunked prefill: queries that begin at different positions of longer keys.
 #[test]
 fn starts() {
     for (queries, starts) in [(1, [0, 299]), (3, [7, 200]), (40, [96, 1]), (1, [95, 96])] {
         for window in [None, Some(50)] {
             for mix in MIXES {
-                let case =
-                    Case { batch: 2, queries, capacity: 300, heads: 6, kv_heads: 2, head_size: 20, window };
+                let case = Case {
+                    batch: 2,
+                    queries,
+                    capacity: 300,
+                    heads: 6,
+                    kv_heads: 2,
+                    head_size: 20,
+                    window,
+                    cap: None,
+                };
                 case.check_forward(&starts, mix);
             }
         }
@@ -192,8 +261,16 @@ fn starts() {
 /// What lies beyond a query's position does not matter, not even NaNs that are not there yet.
 #[test]
 fn the_future_is_not_read() {
-    let case =
-        Case { batch: 1, queries: 2, capacity: 64, heads: 2, kv_heads: 1, head_size: 16, window: None };
+    let case = Case {
+        batch: 1,
+        queries: 2,
+        capacity: 64,
+        heads: 2,
+        kv_heads: 1,
+        head_size: 16,
+        window: None,
+        cap: None,
+    };
     let many = Case { queries: 30, ..case };
     let shared_out = Case { capacity: 640, ..case };
     for case in [case, many, shared_out] {
@@ -225,7 +302,8 @@ fn few_queries_on_many_keys() {
     ] {
         for (capacity, starts) in [(300, [0, 299]), (520, [255, 256]), (1500, [1400, 3])] {
             for window in [None, Some(7), Some(300)] {
-                let case = Case { batch: 2, queries, capacity, heads, kv_heads, head_size, window };
+                let case =
+                    Case { batch: 2, queries, capacity, heads, kv_heads, head_size, window, cap: None };
                 let starts = starts.map(|start| start.min(capacity - queries));
                 let mix = if queries == 1 { (DType::BF16, DType::BF16) } else { (DType::F32, DType::F16) };
                 case.check_forward(&starts, mix);
@@ -287,8 +365,10 @@ fn pages_change_no_bit() {
         (130, 2, 1, 64, (DType::F16, DType::F16)),
     ] {
         for positions in [64, 128] {
-            for (starts, window) in [([0, 383], None), ([200, 63], None), ([64, 300], Some(90))] {
-                let case = Case { batch: 2, queries, capacity: 384, heads, kv_heads, head_size, window };
+            for (starts, window, cap) in
+                [([0, 383], None, None), ([200, 63], None, Some(1.0)), ([64, 300], Some(90), None)]
+            {
+                let case = Case { batch: 2, queries, capacity: 384, heads, kv_heads, head_size, window, cap };
                 let starts = starts.map(|start| start.min(case.capacity - queries));
                 let qkv = case.qkv(mix.0);
                 let paged = InPages::new(&case, &qkv, &starts, positions);
@@ -350,7 +430,8 @@ fn pages_that_are_not_there() {
             let count = pages.len() + 1;
             let table = Host::of(DType::I32, &[1, pages.len()], pages.iter().map(|page| f64::from(*page)));
             let capacity = pages.len() * 64;
-            let case = Case { batch: 1, queries, capacity, heads: group, kv_heads: 1, head_size, window };
+            let case =
+                Case { batch: 1, queries, capacity, heads: group, kv_heads: 1, head_size, window, cap: None };
             let starts = Host::of(DType::I32, &[1], [f64::from(start)]);
             for (mix, wrong) in MIXES.into_iter().zip([f64::NAN, f64::INFINITY, f64::NAN, f64::INFINITY]) {
                 let q = Host::random(mix.0, &case.q_dims(), 1.5, 1);
@@ -482,8 +563,16 @@ fn pages_are_checked() {
 
 #[test]
 fn large_heads() {
-    let case =
-        Case { batch: 1, queries: 100, capacity: 100, heads: 2, kv_heads: 1, head_size: 576, window: None };
+    let case = Case {
+        batch: 1,
+        queries: 100,
+        capacity: 100,
+        heads: 2,
+        kv_heads: 1,
+        head_size: 576,
+        window: None,
+        cap: None,
+    };
     case.check_forward(&[0], MIXES[0]);
     case.check_backward(MIXES[0]);
 }
@@ -510,10 +599,11 @@ proptest! {
         group in 1usize..5,
         head_size in 1usize..40,
         window in 0usize..150,
+        cap in prop::option::of(0.3f32..20.0),
         mix in 0..MIXES.len(),
     ) {
         let window = (window > 0).then_some(window);
-        let case = training(queries, kv_heads * group, kv_heads, head_size, window);
+        let case = Case { cap, ..training(queries, kv_heads * group, kv_heads, head_size, window) };
         case.check_forward(&[0, 0], MIXES[mix]);
         case.check_backward(MIXES[mix]);
     }
@@ -525,10 +615,11 @@ proptest! {
         group in 1usize..5,
         head_size in 1usize..40,
         window in 0usize..150,
+        cap in prop::option::of(0.3f32..20.0),
         mix in 0..MIXES.len(),
     ) {
         let window = (window > 0).then_some(window);
-        let case = Case { batch: 2, queries, capacity: 300, heads: group, kv_heads: 1, head_size, window };
+        let case = Case { batch: 2, queries, capacity: 300, heads: group, kv_heads: 1, head_size, window, cap };
         case.check_forward(&starts, MIXES[mix]);
     }
 }

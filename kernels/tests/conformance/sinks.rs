@@ -175,15 +175,18 @@ pub fn attention(
 /// All gradients through attention, of every backend beside the reference's. Tolerances are those of attention's own suite.
 #[test]
 fn attention_with_sinks() {
-    for (queries, heads, kv_heads, head_size, window) in
-        [(7, 2, 2, 8, None), (70, 6, 2, 24, Some(20)), (130, 4, 1, 64, None)]
-    {
+    for (queries, heads, kv_heads, head_size, window, cap) in [
+        (7, 2, 2, 8, None, None),
+        (70, 6, 2, 24, Some(20), None),
+        (130, 4, 1, 64, None, None),
+        (70, 6, 2, 24, Some(20), Some(0.8)),
+    ] {
         for (dtype, out_dtype) in MIXES {
             let operand =
                 |heads, scale, seed| Host::random(dtype, &[2, queries, heads, head_size], scale, seed);
             let (q, k, v) = (operand(heads, 1.5, 1), operand(kv_heads, 1.5, 2), operand(kv_heads, 1.0, 3));
             let (sinks, dout) = (Host::random(dtype, &[heads], 2.0, 4), operand(heads, 1.0, 5));
-            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap };
             let operands = [&q, &k, &v, &sinks, &dout];
             let expected = attention(&reference::kernel_set(), operands, spec, DType::F32);
             let group = ((heads / kv_heads) as f64).sqrt();
@@ -210,7 +213,7 @@ fn attention_with_sinks() {
 #[test]
 fn a_sink_is_a_key_without_a_value() {
     let (queries, heads, size, scale) = (37, 3, 12, 0.3);
-    let spec = AttentionSpec { scale, window: None };
+    let spec = AttentionSpec { scale, window: None, cap: None };
     let dims = [1, queries, heads, size];
     let [q, k, v, dout] = [1, 2, 3, 4].map(|seed| Host::random(DType::F32, &dims, 1.0, seed));
     let sinks = Host::of(DType::F32, &[heads], [-1.5, 0.25, 2.0]);

@@ -127,18 +127,22 @@ fn products_with_epilogues() {
 #[test]
 fn attention() {
     let Some(sets) = sets() else { return };
-    for (dtype, head_size, fits) in [
-        (DType::BF16, 64, true),
-        (DType::BF16, 128, true),
-        (DType::F16, 64, true),
-        (DType::F16, 128, true),
-        (DType::BF16, 96, false),
-        (DType::F32, 64, false),
+    for (dtype, head_size, cap, fits) in [
+        (DType::BF16, 64, None, true),
+        (DType::BF16, 128, None, true),
+        (DType::F16, 64, None, true),
+        (DType::F16, 128, None, true),
+        (DType::BF16, 96, None, false),
+        (DType::F32, 64, None, false),
+        (DType::BF16, 128, Some(0.5), true),
+        (DType::F16, 128, Some(2.0), true),
+        (DType::BF16, 64, Some(0.5), false),
+        (DType::BF16, 256, Some(0.5), false),
     ] {
         for (queries, heads, window) in [(130, (1, 1), None), (37, (8, 2), Some(20))] {
             let dims = [2, queries, heads.0, head_size];
             let k_dims = [2, queries, heads.1, head_size];
-            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap };
             let [q, dout] = [1, 2].map(|seed| Host::random(dtype, &dims, 1.0, seed));
             let [k, v] = [3, 4].map(|seed| Host::random(dtype, &k_dims, 1.0, seed));
             let starts = Host::zeros(DType::I32, &[2]);
@@ -167,7 +171,7 @@ fn attention() {
                 vec![out, dq, dk, dv]
             };
             let tolerance = if dtype == DType::F32 { 1e-4 } else { 5e-2 };
-            compare(&sets, &format!("{dtype} {dims:?} {window:?}"), fits, tolerance, run);
+            compare(&sets, &format!("{dtype} {dims:?} {window:?} {cap:?}"), fits, tolerance, run);
         }
     }
 }
@@ -176,9 +180,12 @@ fn attention() {
 #[test]
 fn missing_pages() {
     let Some(sets) = sets() else { return };
-    for (dtype, head_size, window) in
-        [(DType::BF16, 64, None), (DType::F16, 128, None), (DType::BF16, 128, Some(90))]
-    {
+    for (dtype, head_size, window, cap) in [
+        (DType::BF16, 64, None, None),
+        (DType::F16, 128, None, None),
+        (DType::BF16, 128, Some(90), None),
+        (DType::BF16, 128, Some(90), Some(0.5)),
+    ] {
         let dims = [1, 120, 2, head_size];
         let pages = Host::of(DType::I32, &[1, 4], [-1.0, 2.0, -1.0, 1.0]);
         let starts = Host::of(DType::I32, &[1], [130.0]);
@@ -192,11 +199,11 @@ fn missing_pages() {
             let mut out = Host::zeros(if exact { DType::F32 } else { dtype }, &dims);
             let mut lse = Host::zeros(DType::F32, &[1, 2, 120]);
             let keys = KeyValues { k: k.view(), v: v.view(), pages: Some(pages.view()) };
-            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap };
             let (to, to_lse) = (out.view_mut(), lse.view_mut());
             set.attention.forward(q.view(), keys, starts.view(), to, to_lse, spec).unwrap();
             vec![out]
         };
-        compare(&sets, &format!("{dtype} {dims:?} {window:?}"), true, 5e-2, run);
+        compare(&sets, &format!("{dtype} {dims:?} {window:?} {cap:?}"), true, 5e-2, run);
     }
 }

@@ -6,7 +6,7 @@
 //! - dq by `scale·Σ e·|k|` and dk by `scale·Σ e·|q|`, where `e = u·|g| + p·d` and d is what the rounding of the given out
 //!   makes of the row's delta, `u·Σ |dout·out|`;
 //!
-//! and in f16 a term may also lose 2⁻²⁵ where it is subnormal. To that f32 adds some 1e-7 of the largest term at every step:
+//! a cap multiplies g by at most 1; and in f16 a term may also lose 2⁻²⁵ where it is subnormal. To that f32 adds some 1e-7 of the largest term at every step:
 //! 2e-5 of it all told, for scores of order 10 and sums over up to 2000 terms.
 
 use crate::shim::{Argument, Launch, Library, ORDERS};
@@ -24,6 +24,7 @@ struct Case {
     kv_heads: usize,
     head_size: usize,
     window: Option<usize>,
+    cap: Option<f32>,
     operands: DType,
     results: DType,
 }
@@ -51,6 +52,12 @@ const KERNELS_128: [Kernel; 3] = [
     kernel("attention_dkv_mma_128", 64, 82304),
 ];
 
+const KERNELS_128_CAPPED: [Kernel; 3] = [
+    kernel("attention_forward_mma_128_capped", 128, 65536),
+    kernel("attention_dq_mma_128_capped", 64, 65536),
+    kernel("attention_dkv_mma_128_capped", 64, 82304),
+];
+
 const F32_ERROR: f64 = 2e-5;
 /// Positions of a page.
 const PAGE: usize = 64;
@@ -65,7 +72,7 @@ impl Case {
     }
 
     fn spec(&self) -> AttentionSpec {
-        AttentionSpec { scale: 1.0 / (self.head_size as f32).sqrt(), window: self.window }
+        AttentionSpec { scale: 1.0 / (self.head_size as f32).sqrt(), window: self.window, cap: self.cap }
     }
 
     fn q_dims(&self) -> [usize; 4] {
@@ -81,7 +88,11 @@ impl Case {
     }
 
     fn kernels(&self) -> &'static [Kernel; 3] {
-        if self.head_size == 64 { &KERNELS_64 } else { &KERNELS_128 }
+        match self.head_size {
+            64 => &KERNELS_64,
+            _ if self.cap.is_some() => &KERNELS_128_CAPPED,
+            _ => &KERNELS_128,
+        }
     }
 
     fn launch(&self, kernel: &Kernel, rows: usize) -> Launch {
@@ -114,7 +125,7 @@ impl Case {
         let mut sizes = vec![int(self.queries)];
         sizes.extend(with_capacity.then(|| int(self.capacity)));
         sizes.extend([int(self.heads), int(self.kv_heads), int(self.head_size), Argument::Int(window)]);
-        sizes.push(Argument::Float(self.spec().scale));
+        sizes.extend([self.spec().scale, self.cap.unwrap_or(0.0)].map(Argument::Float));
         sizes
     }
 
@@ -268,7 +279,8 @@ impl Case {
         keys: Range<usize>,
     ) -> Vec<f64> {
         let scale = f64::from(self.spec().scale);
-        let scores: Vec<f64> = keys.map(|j| scale * dot(q, &k[key(j)..])).collect();
+        let capped = |x: f64| self.cap.map(f64::from).map_or(x, |cap| cap * (x / cap).tanh());
+        let scores: Vec<f64> = keys.map(|j| capped(scale * dot(q, &k[key(j)..]))).collect();
         let most = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let total: f64 = scores.iter().map(|score| (score - most).exp()).sum();
         scores.iter().map(|score| (score - most).exp() / total).collect()
@@ -335,6 +347,7 @@ fn training(queries: usize, heads: (usize, usize), kind: (usize, DType), window:
         kv_heads: heads.1,
         head_size: kind.0,
         window,
+        cap: None,
         operands: kind.1,
         results: DType::F32,
     }
@@ -377,6 +390,32 @@ fn sliding_windows() {
         let case = training(150, (1, 1), kind, Some(95));
         case.check_forward(&library, 3);
         case.check_backward(&library, 4);
+    }
+}
+
+/// Scores of order 5 beside caps of a tenth of that and more: with windows, groups, and keys in pages from a start.
+#[test]
+fn capped_scores() {
+    let Some(library) = Library::open() else { return };
+    for (i, (queries, heads, window)) in [
+        (1, (1, 1), None),
+        (33, (4, 1), None),
+        (129, (2, 2), Some(40)),
+        (39, (8, 1), Some(7)),
+        (65, (9, 3), None),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for kind in [KINDS[1], KINDS[3]] {
+            let mut case = training(queries, heads, kind, window);
+            case.cap = Some([0.5, 2.0, 5.0][i % 3]);
+            case.check_backward(&library, 7);
+            case.results = case.operands;
+            case.capacity = 4 * PAGE;
+            case.starts = vec![0, case.capacity - queries];
+            case.check_forward(&library, 8);
+        }
     }
 }
 

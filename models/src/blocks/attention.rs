@@ -471,6 +471,7 @@ pub(super) fn spec(config: &ModelConfig, layer: usize, head_size: usize) -> Atte
     AttentionSpec {
         scale: config.multipliers.attention.unwrap_or_else(|| (head_size as f32).sqrt().recip()),
         window: config.windows[layer],
+        cap: config.score_cap,
     }
 }
 

@@ -422,6 +422,7 @@ fn defaults_follow_the_family() {
     assert_eq!(of("SmolLM3ForCausalLM"), (1e-6, 2e6, true, Some(128_004), 16, 0));
     assert_eq!(of("Olmo2ForCausalLM"), (1e-5, 1e4, false, Some(1), 16, 0));
     assert_eq!(of("GemmaForCausalLM"), (1e-6, 1e4, true, Some(0), 256, 0));
+    assert_eq!(of("Gemma2ForCausalLM"), (1e-6, 1e4, true, Some(0), 256, 0));
     assert_eq!(of("Gemma3ForCausalLM"), (1e-6, 1e6, true, Some(0), 256, 0));
     let null = json!({"architectures": ["Phi3ForCausalLM"], "pad_token_id": null});
     assert_eq!(parse(null).unwrap().pad_id, None);
@@ -554,6 +555,7 @@ fn end_tokens_follow_the_family() {
     assert_eq!(ends("Phi3ForCausalLM", json!({})), [32_000]);
     assert_eq!(ends("SmolLM3ForCausalLM", json!({})), [128_001]);
     assert_eq!(ends("Olmo2ForCausalLM", json!({})), [50_279]);
+    assert_eq!(ends("Gemma2ForCausalLM", json!({})), [1]);
     assert_eq!(ends("Gemma3ForCausalLM", json!({})), [1]);
     assert_eq!(ends("Qwen3ForCausalLM", json!({})), [0; 0]);
     assert_eq!(ends("LlamaForCausalLM", json!({"eos_token_id": null})), [0; 0]);
@@ -578,6 +580,7 @@ fn biases_follow_the_family() {
     assert_eq!(biases("Olmo2ForCausalLM"), (true, true, false));
     assert_eq!(biases("GraniteForCausalLM"), (true, true, true));
     assert_eq!(biases("GemmaForCausalLM"), (true, true, false));
+    assert_eq!(biases("Gemma2ForCausalLM"), (true, true, false));
     assert_eq!(biases("Gemma3ForCausalLM"), (true, true, false));
     let unnamed = json!({"architectures": null, "model_type": "qwen3"});
     assert_eq!(parse(unnamed).unwrap().family, Family::Qwen3);
@@ -607,6 +610,11 @@ fn what_is_not_computed_is_refused_by_name() {
         (
             json!({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "relu"}),
             vec!["hidden_activation", "\"relu\"", "\"gelu_pytorch_tanh\""],
+        ),
+        (json!({"attn_logit_softcapping": 50.0}), vec!["attn_logit_softcapping", "50", "not capped"]),
+        (
+            json!({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 0.0}),
+            vec!["attn_logit_softcapping", "positive"],
         ),
         (json!({"final_logit_softcapping": 30.0}), vec!["final_logit_softcapping", "30", "not capped"]),
         (

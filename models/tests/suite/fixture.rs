@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 50] = [
+pub const NAMES: [&str; 51] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -26,6 +26,7 @@ pub const NAMES: [&str; 50] = [
     "olmo3",
     "granite",
     "gemma",
+    "gemma2",
     "gemma3",
     "gemma4",
     "gemma4_moe",

@@ -15,6 +15,7 @@ mod engine;
 mod export;
 mod families;
 mod fixture;
+mod gemma2;
 mod gemma4;
 mod gpt_oss;
 mod keys;

@@ -19,7 +19,7 @@ fn logits_of_every_position() {
 /// A fixture, and what makes its model one without an option that it is there for.
 type Change = (&'static str, fn(&mut ModelConfig));
 
-const IGNORED: [Change; 109] = [
+const IGNORED: [Change; 116] = [
     ("llama2", |config| config.norm_eps = 1e-1),
     ("llama31", |config| config.rope.scaling = RopeScaling::Default),
     ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -54,6 +54,13 @@ const IGNORED: [Change; 109] = [
     ("granite", |config| config.multipliers.logits = 1.0),
     ("gemma", |config| config.norm_plus_one = false),
     ("gemma", |config| config.multipliers.embedding = 1.0),
+    ("gemma2", |config| config.score_cap = None),
+    ("gemma2", |config| config.score_cap = Some(1.6)),
+    ("gemma2", |config| config.logit_cap = None),
+    ("gemma2", |config| config.norm_plus_one = false),
+    ("gemma2", |config| config.multipliers.attention = None),
+    ("gemma2", |config| config.multipliers.embedding = 1.0),
+    ("gemma2", |config| config.windows = vec![None; config.layers]),
     ("gemma3", |config| config.norm_plus_one = false),
     ("gemma3", |config| config.window_rope = None),
     ("gemma3", |config| config.multipliers.attention = None),

@@ -12,6 +12,7 @@ fn layers_beyond_one_tile() {
         "Qwen3ForCausalLM",
         "Olmo2ForCausalLM",
         "GraniteForCausalLM",
+        "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma4ForCausalLM",
         "OlmoeForCausalLM",
