@@ -107,8 +107,8 @@ impl Counter {
         add(&self.other_flops, flops as u64);
     }
 
-    fn attention(&self, dims: &check::AttentionDims, flops_per_pair: usize, window: Option<usize>) {
-        let pairs = visible_pairs(dims.queries, dims.capacity, window);
+    fn attention(&self, dims: &check::AttentionDims, flops_per_pair: usize, spec: AttentionSpec) {
+        let pairs = visible_pairs(dims.queries, dims.capacity, spec);
         let each = (flops_per_pair * dims.head_size) as u64;
         add(&self.attention_flops, times(&[dims.batch as u64, dims.heads as u64, pairs, each]));
     }
@@ -126,9 +126,18 @@ fn times(factors: &[u64]) -> u64 {
 
 /// Pairs of a query and a key it sees when the queries are the last ones of `capacity` positions: exact for training
 /// (`capacity == queries`), an upper bound when the positions are only known at run time.
-fn visible_pairs(queries: usize, capacity: usize, window: Option<usize>) -> u64 {
-    let window = window.unwrap_or(usize::MAX);
-    (0..queries).map(|i| (capacity - queries + i + 1).min(window) as u64).sum()
+fn visible_pairs(queries: usize, capacity: usize, spec: AttentionSpec) -> u64 {
+    let Some(chunk) = spec.chunk else {
+        let window = spec.window.unwrap_or(usize::MAX);
+        return (0..queries).map(|i| (capacity - queries + i + 1).min(window) as u64).sum();
+    };
+    let chunk = chunk.min(capacity.max(1)) as u64;
+    // Those of the first positions: of whole chunks, and of one that is begun.
+    let of_first = |positions: usize| {
+        let (whole, rest) = (positions as u64 / chunk, positions as u64 % chunk);
+        whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
+    };
+    of_first(capacity) - of_first(capacity - queries)
 }
 
 #[derive(Debug)]
@@ -258,7 +267,7 @@ impl Attention for Dry {
         spec: AttentionSpec,
     ) -> Result {
         let dims = check::attention_forward(q, keys, starts, &out, &lse);
-        self.counter.attention(&dims, 4, spec.window);
+        self.counter.attention(&dims, 4, spec);
         self.counter.bytes(&[q, keys.k, keys.v, starts], &[&out, &lse]);
         Ok(())
     }
@@ -294,7 +303,7 @@ impl Attention for Dry {
         spec: AttentionSpec,
     ) -> Result {
         let dims = check::attention_backward(q, k, v, out, lse, dout, &dq, &dk, &dv);
-        self.counter.attention(&dims, 10, spec.window);
+        self.counter.attention(&dims, 10, spec);
         self.counter.bytes(&[q, k, v, out, lse, dout], &[&dq, &dk, &dv]);
         Ok(())
     }

@@ -142,7 +142,7 @@ impl Attention for Cuda {
         let operands = operands.size(dims.paging.map_or(0, |paging| page_shift(&paging))).only(starts);
         let with_shape = |arguments: Arguments| {
             let arguments = arguments.size(dims.queries).size(dims.capacity).size(dims.heads);
-            arguments.size(dims.kv_heads).size(dims.head_size).int(window(spec)).float(spec.scale)
+            arguments.size(dims.kv_heads).size(dims.head_size).int(sight(spec)).float(spec.scale)
         };
         if let Some(split) = Split::of(&dims).filter(|_| aligned(&[k, v])) {
             let _held = self.partials.lock().unwrap_or_else(PoisonError::into_inner);
@@ -205,7 +205,7 @@ impl Attention for Cuda {
         let operands = self.arguments().read(q).read(k).read(v).read(out).only(lse).read(dout);
         let with_shape = |arguments: Arguments| {
             let arguments = arguments.size(dims.queries).size(dims.heads).size(dims.kv_heads);
-            arguments.size(dims.head_size).int(window(spec)).float(spec.scale)
+            arguments.size(dims.head_size).int(sight(spec)).float(spec.scale)
         };
         let mut of_q = with_shape(operands.clone().write(&dq));
         self.launch_pass(OP, passes.dq, &dims, dims.queries * dims.group(), &mut of_q)?;
@@ -272,7 +272,12 @@ fn number(op: &'static str, what: &'static str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| too_large(op, what, value))
 }
 
-/// Positions a query sees.
-fn window(spec: AttentionSpec) -> i32 {
-    spec.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX))
+/// What a query sees, as `first_key` of `common.cuh` reads it: the window, or the size of chunks with a minus.
+fn sight(spec: AttentionSpec) -> i32 {
+    check::sight(spec);
+    let int = |positions: usize| i32::try_from(positions).unwrap_or(i32::MAX);
+    match (spec.chunk, spec.window) {
+        (Some(chunk), _) => -int(chunk),
+        (None, window) => window.map_or(i32::MAX, int),
+    }
 }

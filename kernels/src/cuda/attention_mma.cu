@@ -47,16 +47,12 @@
 
 struct Shape {
     int queries, capacity, heads, kv_heads;
-    // Positions a query sees, itself included; at least `capacity` when there is no window.
-    int window;
+    // See `first_key`.
+    int sight;
     float scale;
     // Of all sequences one after the other.
     Pages pages;
 };
-
-__device__ __forceinline__ bool sees(int position, int key, int window) {
-    return key <= position && key > position - window;
-}
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
@@ -192,18 +188,20 @@ __device__ __forceinline__ void store_rows(void *to, int dtype, const Rows &rows
 // most tiles do without; rows beyond the end see nothing.
 template <int HEAD, int STACK, int COLUMNS>
 __device__ __forceinline__ void hide(float exponents[STACK][COLUMNS][4], const QueryRows<HEAD> &rows, int first, int start,
-                                     int key, int window) {
+                                     int key, int sight) {
 #pragma unroll
     for (int i = 0; i < STACK; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int r = first + i * 16 + half * 8 + threadIdx.x % 32 / 4, position = r < rows.end ? start + r / rows.group : -1;
+            int lowest_key = first_key(position, sight);
 #pragma unroll
             for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-                for (int j = 2 * half; j < 2 * half + 2; j++)
-                    if (!sees(position, key + 8 * n + threadIdx.x % 4 * 2 + j % 2, window))
-                        exponents[i][n][j] = MINUS_INFINITY;
+                for (int j = 2 * half; j < 2 * half + 2; j++) {
+                    int at = key + 8 * n + threadIdx.x % 4 * 2 + j % 2;
+                    if (at > position || at < lowest_key) exponents[i][n][j] = MINUS_INFINITY;
+                }
         }
 }
 
@@ -260,7 +258,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
     int row = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, warp_row = row + threadIdx.x / 32 * 16 * STACK;
     int start = starts[b];
     int key_end = min(start + min(row + ROWS - 1, q_rows.end - 1) / q_rows.group + 1, shape.capacity);
-    int key_first = max(start + row / q_rows.group - shape.window + 1, 0) / STEP * STEP;
+    int key_first = max(first_key(start + row / q_rows.group, shape.sight), 0) / STEP * STEP;
     KeyRows<HEAD> k_rows(shape, b, kv_head, key_end);
     const u16 *const of_q[1] = {q}, *const of_kv[2] = {k, v};
 
@@ -290,7 +288,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
             copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, next);
         }
         cp_async_commit();
-        if (!any_row || key > high || key + STEP - 1 <= low - shape.window) continue;
+        if (!any_row || key > high || key + STEP - 1 < first_key(low, shape.sight)) continue;
         float scores[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
 #pragma unroll
@@ -299,8 +297,8 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
             for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
                 for (int j = 0; j < 4; j++) scores[i][n][j] *= shape.scale * LOG2_E;
-        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
-        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.window);
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key >= first_key(high, shape.sight);
+        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.sight);
         soften<STACK, STEP / 8, HEAD / 8>(scores, sums, rows);
         add_weighted<DTYPE, HEAD, STACK, STEP / 8>(sums, scores, tile + STEP * HEAD);
     }
@@ -349,7 +347,7 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     int row = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, warp_row = row + threadIdx.x / 32 * 16 * STACK;
     int key_end = min(row + ROWS - 1, q_rows.end - 1) / q_rows.group + 1;
-    int key_first = max(row / q_rows.group - shape.window + 1, 0) / STEP * STEP;
+    int key_first = max(first_key(row / q_rows.group, shape.sight), 0) / STEP * STEP;
     KeyRows<HEAD> k_rows(shape, b, kv_head, key_end);
     const u16 *const of_q[2] = {q, dout}, *const of_kv[2] = {k, v};
 
@@ -380,7 +378,7 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
         const u16 *tile = keys + stage * 2 * STEP * HEAD;
         if (key + STEP < key_end) copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, key + STEP);
         cp_async_commit();
-        if (!any_row || key > high || key + STEP - 1 <= low - shape.window) continue;
+        if (!any_row || key > high || key + STEP - 1 < first_key(low, shape.sight)) continue;
         float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
         row_products<DTYPE, HEAD, STACK, STEP / 8>(gradients, dout_tile + (warp_row - row) * HEAD, tile + STEP * HEAD);
@@ -391,8 +389,8 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
 #pragma unroll
                 for (int j = 0; j < 4; j++)
                     scores[i][n][j] = scores[i][n][j] * (shape.scale * LOG2_E) - lses[i][j / 2];
-        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
-        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, 0, key, shape.window);
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key >= first_key(high, shape.sight);
+        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, 0, key, shape.sight);
 #pragma unroll
         for (int i = 0; i < STACK; i++)
 #pragma unroll
@@ -439,19 +437,19 @@ __device__ __forceinline__ void find_facts(RowFacts<STEP> &facts, const u16 *dou
 // As `hide`, of rows with `facts` and keys that lie as rows in store_rows.
 template <int STACK, int STEP>
 __device__ __forceinline__ void hide_rows(float exponents[STACK][STEP / 8][4], const RowFacts<STEP> &facts, int warp_key,
-                                          int window) {
+                                          int sight) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            int position = facts.positions[8 * n + lane % 4 * 2 + parity];
+            int position = facts.positions[8 * n + lane % 4 * 2 + parity], lowest_key = first_key(position, sight);
 #pragma unroll
             for (int i = 0; i < STACK; i++)
 #pragma unroll
                 for (int j = parity; j < 4; j += 2) {
                     int key = warp_key + i * 16 + lane / 4 + j / 2 * 8;
-                    if (!sees(position, key, window)) exponents[i][n][j] = MINUS_INFINITY;
+                    if (key > position || key < lowest_key) exponents[i][n][j] = MINUS_INFINITY;
                 }
         }
 }
@@ -472,7 +470,7 @@ __device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 scores[i][n][j] = scores[i][n][j] * (shape.scale * LOG2_E) - facts.lses[8 * n + column + j % 2];
-    if (!whole) hide_rows<STACK, STEP>(scores, facts, warp_key, shape.window);
+    if (!whole) hide_rows<STACK, STEP>(scores, facts, warp_key, shape.sight);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
@@ -502,9 +500,9 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     KeyRows<HEAD> k_rows(shape, b, kv_head, shape.capacity);
     const u16 *const of_q[3] = {q, dout, out}, *const of_kv[2] = {k, v};
-    // Rows that see one of these keys: from the first key's own query to the last one with the last key in its window.
-    int last_query = (int)min((i64)key + KEYS - 1 + shape.window - 1, (i64)shape.queries - 1);
-    int row_first = key * q_rows.group / STEP * STEP, row_end = (last_query + 1) * q_rows.group;
+    // Rows that see one of these keys: from the first key's own query to the last one that sees the last key.
+    int query_last = (int)min(last_query(key + KEYS - 1, shape.sight), (i64)shape.queries - 1);
+    int row_first = key * q_rows.group / STEP * STEP, row_end = (query_last + 1) * q_rows.group;
 
     copy_rows<HEAD, KEYS, 2>(k_tile, of_kv, k_rows, key);
     copy_rows<HEAD, STEP, 3>(tiles, of_q, q_rows, row_first);
@@ -521,8 +519,8 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
         __syncthreads();
         // The tile's first query and its last one.
         int low = row / q_rows.group, high = min(row + STEP - 1, q_rows.end - 1) / q_rows.group;
-        if (high < warp_key || low - shape.window >= last_key) continue;
-        bool whole = row + STEP <= q_rows.end && low >= last_key && high - shape.window < warp_key;
+        if (high < warp_key || first_key(low, shape.sight) > last_key) continue;
+        bool whole = row + STEP <= q_rows.end && low >= last_key && first_key(high, shape.sight) <= warp_key;
         int above = (warp_key - key) * HEAD;
         add_dkv<DTYPE, HEAD, STACK, STEP>(of_k, of_v, k_tile + above, v_tile + above, tile, facts, warp_key, shape, whole);
     }
@@ -542,9 +540,9 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
 #define FORWARD_PARAMETERS                                                                                             \
     const void *q, int q_dtype, const void *k, int, const void *v, int, const int *pages, int page_shift,              \
         const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, int kv_heads,   \
-        int, int window, float scale
+        int, int sight, float scale
 #define FORWARD(HEAD, STACK, STEP)                                                                                     \
-    Shape shape = {queries, capacity, heads, kv_heads, window, scale, {pages, page_shift}};                            \
+    Shape shape = {queries, capacity, heads, kv_heads, sight, scale, {pages, page_shift}};                            \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     if (q_dtype == BF16) {                                                                                             \
         forward<BF16, HEAD, STACK, STEP>(q16, k16, v16, starts, out, out_dtype, lse, shape);                           \
@@ -558,9 +556,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_1
 #define BACKWARD_PARAMETERS                                                                                            \
     const void *q, int q_dtype, const void *k, int, const void *v, int, const void *out, int, const float *lse,        \
         const void *dout, int
-#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int window, float scale
+#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int sight, float scale
 #define BACKWARD(PASS, HEAD, STACK, STEP, ...)                                                                         \
-    Shape shape = {queries, queries, heads, kv_heads, window, scale, {}};                                              \
+    Shape shape = {queries, queries, heads, kv_heads, sight, scale, {}};                                              \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     const u16 *out16 = (const u16 *)out, *dout16 = (const u16 *)dout;                                                  \
     if (q_dtype == BF16) {                                                                                             \

@@ -57,9 +57,11 @@ fn attention_counts_visible_pairs() {
     let (q, k) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::BF16, &[2, 5, 2, 8]));
     let (mut out, mut lse) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::F32, &[2, 4, 5]));
     let starts = tensor(DType::I32, &[2]);
-    for (window, pairs) in [(None, 15), (Some(2), 9)] {
+    for (window, chunk, pairs) in
+        [(None, None, 15), (Some(2), None, 9), (None, Some(3), 9), (None, Some(1), 5), (None, Some(8), 15)]
+    {
         counter.reset();
-        let spec = AttentionSpec { scale: 1.0, window };
+        let spec = AttentionSpec { scale: 1.0, window, chunk };
         set.attention
             .forward(
                 q.view(),
@@ -319,7 +321,7 @@ fn shapes_are_checked() {
     let (q, k) = (tensor(DType::F32, &[1, 5, 3, 8]), tensor(DType::F32, &[1, 5, 2, 8]));
     let (mut out, mut lse) = (tensor(DType::F32, &[1, 5, 3, 8]), tensor(DType::F32, &[1, 3, 5]));
     let starts = tensor(DType::I32, &[1]);
-    let spec = AttentionSpec { scale: 1.0, window: None };
+    let spec = AttentionSpec { scale: 1.0, window: None, chunk: None };
     let _ = set.attention.forward(
         q.view(),
         KeyValues::rows(k.view(), k.view()),
