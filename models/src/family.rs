@@ -10,7 +10,6 @@ use terrace_kernels::RopePairs;
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
 const FAMILIES: [(Family, &str, &str); 37] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
-    (Family::Llama4, "Llama4ForCausalLM", "llama4_text"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
     (Family::Qwen2, "Qwen2ForCausalLM", "qwen2"),
@@ -31,6 +30,7 @@ const FAMILIES: [(Family, &str, &str); 37] = [
     (Family::Cohere, "CohereForCausalLM", "cohere"),
     (Family::Cohere2, "Cohere2ForCausalLM", "cohere2"),
     (Family::HunYuan, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    (Family::Llama4, "Llama4ForCausalLM", "llama4_text"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
