@@ -22,7 +22,7 @@
 //   dkv      128       1      64    32    2·16 Ki + 2·24 Ki + 384 =  82304
 //
 // All are below the 99 KiB of sm_86 and sm_89; two blocks of each fit on sm_80. Registers: at most 255 of 65536/(2·128);
-// forward 128 spills four of them on sm_100 and sm_120, nothing else any (`cargo xtask cuda-check` prints them).
+// forward 128 spills six of them on sm_100 and four on sm_120, nothing else any (`cargo xtask cuda-check` prints them).
 //
 // Bytes from memory: operands and results once; from the L2 cache, keys and values once a block of rows (dkv: rows' operands
 // once a block of keys).
@@ -269,6 +269,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
     // What the warp's rows see: the first row's position, and the last one's.
     int low = start + warp_row / q_rows.group, high = start + min(warp_row + 16 * STACK - 1, q_rows.end - 1) / q_rows.group;
     bool any_row = warp_row < q_rows.end;
+    int first_low = first_key(low, shape.sight), first_high = first_key(high, shape.sight);
     Softmax<STACK> rows;
     float sums[STACK][HEAD / 8][4] = {};
 #pragma unroll
@@ -288,7 +289,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
             copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, next);
         }
         cp_async_commit();
-        if (!any_row || key > high || key + STEP - 1 < first_key(low, shape.sight)) continue;
+        if (!any_row || key > high || key + STEP - 1 < first_low) continue;
         float scores[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
 #pragma unroll
@@ -297,7 +298,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
             for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
                 for (int j = 0; j < 4; j++) scores[i][n][j] *= shape.scale * LOG2_E;
-        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key >= first_key(high, shape.sight);
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key >= first_high;
         if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.sight);
         soften<STACK, STEP / 8, HEAD / 8>(scores, sums, rows);
         add_weighted<DTYPE, HEAD, STACK, STEP / 8>(sums, scores, tile + STEP * HEAD);

@@ -188,10 +188,10 @@ fn sliding_windows() {
     }
 }
 
-/// From less than a block of keys to more than all keys.
+/// From less than a block of keys to more than all keys; some whose last query is the first of a block of rows.
 #[test]
 fn chunks() {
-    for chunk in [1, 2, 17, 64, 96, 100, 229, 500] {
+    for chunk in [1, 2, 17, 64, 65, 96, 97, 100, 229, 500] {
         let case = training(230, 2, 1, 12, None).in_chunks(chunk);
         case.check_forward(&[0, 0], MIXES[0]);
         case.check_backward(MIXES[0]);

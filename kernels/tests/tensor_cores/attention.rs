@@ -387,7 +387,7 @@ fn sliding_windows() {
 #[test]
 fn chunks() {
     let Some(library) = Library::open() else { return };
-    for (i, chunk) in [1, 2, 31, 32, 33, 64, 96, 100, 149, 500].into_iter().enumerate() {
+    for (i, chunk) in [1, 2, 31, 32, 33, 64, 96, 100, 149, 500, 65, 65, 65, 65].into_iter().enumerate() {
         let heads = [(1, 1), (4, 1), (2, 2)][i % 3];
         let case = Case { chunk: Some(chunk), ..training(150, heads, KINDS[i % 4], None) };
         case.check_forward(&library, 3);
