@@ -1,4 +1,4 @@
-//! Which layers see everything before a token and which a window, and which of them know positions.
+//! Which layers see everything before a token, which a window and which chunks, and which of them know positions.
 
 use crate::entries::Entries;
 use crate::family::Family;

@@ -244,7 +244,7 @@ __device__ __forceinline__ void add_in_order(const double *terms, i64 count, dou
 // ---- what queries see -----------------------------------------------------------------------------------------------
 
 // A query sees keys from the first one to its own position. `sight` > 0: the last so many; at least as many as there are keys
-// when there is no window. `sight` < 0: those of its chunk of −sight positions.
+// when there is no window. `sight` < 0: those of its chunk of −sight positions, which has run emulated alone.
 
 __device__ __forceinline__ int first_key(int position, int sight) {
     return sight > 0 ? position - sight + 1 : position / -sight * -sight;
