@@ -127,17 +127,19 @@ fn times(factors: &[u64]) -> u64 {
 /// Pairs of a query and a key it sees when the queries are the last ones of `capacity` positions: exact for training
 /// (`capacity == queries`), an upper bound when the positions are only known at run time.
 fn visible_pairs(queries: usize, capacity: usize, spec: AttentionSpec) -> u64 {
-    let Some(chunk) = spec.chunk else {
-        let window = spec.window.unwrap_or(usize::MAX);
-        return (0..queries).map(|i| (capacity - queries + i + 1).min(window) as u64).sum();
-    };
-    let chunk = chunk.min(capacity.max(1)) as u64;
-    // Those of the first positions: of whole chunks, and of one that is begun.
-    let of_first = |positions: usize| {
-        let (whole, rest) = (positions as u64 / chunk, positions as u64 % chunk);
-        whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
-    };
-    of_first(capacity) - of_first(capacity - queries)
+    match spec.chunk {
+        // Whole chunks, and one that is begun.
+        Some(chunk) if queries == capacity => {
+            let (positions, chunk) = (queries as u64, chunk.min(queries.max(1)) as u64);
+            let (whole, rest) = (positions / chunk, positions % chunk);
+            whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
+        }
+        // Nowhere more than a window as long as a chunk.
+        chunk => {
+            let most = spec.window.or(chunk).unwrap_or(usize::MAX);
+            (0..queries).map(|i| (capacity - queries + i + 1).min(most) as u64).sum()
+        }
+    }
 }
 
 #[derive(Debug)]

@@ -54,12 +54,20 @@ fn an_epilogue_is_read_once() {
 #[test]
 fn attention_counts_visible_pairs() {
     let (set, counter) = dry::kernel_set();
-    let (q, k) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::BF16, &[2, 5, 2, 8]));
+    let q = tensor(DType::BF16, &[2, 5, 4, 8]);
     let (mut out, mut lse) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::F32, &[2, 4, 5]));
     let starts = tensor(DType::I32, &[2]);
-    for (window, chunk, pairs) in
-        [(None, None, 15), (Some(2), None, 9), (None, Some(3), 9), (None, Some(1), 5), (None, Some(8), 15)]
-    {
+    for (capacity, window, chunk, pairs) in [
+        (5, None, None, 15),
+        (5, Some(2), None, 9),
+        (5, None, Some(3), 9),
+        (5, None, Some(1), 5),
+        (5, None, Some(8), 15),
+        // Where they stand is not known.
+        (8, None, Some(4), 20),
+        (8, None, None, 30),
+    ] {
+        let k = tensor(DType::BF16, &[2, capacity, 2, 8]);
         counter.reset();
         let spec = AttentionSpec { scale: 1.0, window, chunk };
         set.attention
