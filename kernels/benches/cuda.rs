@@ -379,7 +379,8 @@ fn attention(rig: &Rig) {
     let (s, heads, kv_heads) = rig.size((4096, 32, 8), (96, 4, 1));
     let starts = rig.integers(&[0]);
     for head_size in [128, 64] {
-        let spec = AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: None, cap: None };
+        let spec =
+            AttentionSpec { scale: (head_size as f32).sqrt().recip(), window: None, cap: None, chunk: None };
         let (of_q, of_k) =
             (|| rig.random(&[1, s, heads, head_size]), || rig.random(&[1, s, kv_heads, head_size]));
         let (q, k, v, dout) = (of_q(), of_k(), of_k(), of_q());

@@ -105,7 +105,7 @@ fn decode(c: &mut Criterion) {
 fn attention(c: &mut Criterion) {
     let (set, arena) = (set(), arena());
     let (s, heads, kv_heads, head_size) = (1024, 16, 4, 128);
-    let spec = AttentionSpec { scale: 0.088, window: None, cap: None };
+    let spec = AttentionSpec { scale: 0.088, window: None, cap: None, chunk: None };
     let of_q = || tensor(&arena, DType::BF16, &[1, s, heads, head_size]);
     let of_k = || tensor(&arena, DType::BF16, &[1, s, kv_heads, head_size]);
     let (q, k, v, dout) = (of_q(), of_k(), of_k(), of_q());
@@ -150,7 +150,7 @@ fn attention(c: &mut Criterion) {
 fn attention_decode(c: &mut Criterion) {
     let (set, arena) = (set(), arena());
     let (capacity, heads, kv_heads, head_size) = (8192, 32, 8, 128);
-    let spec = AttentionSpec { scale: 0.088, window: None, cap: None };
+    let spec = AttentionSpec { scale: 0.088, window: None, cap: None, chunk: None };
     let q = tensor(&arena, DType::BF16, &[1, 1, heads, head_size]);
     let k = tensor(&arena, DType::BF16, &[1, capacity, kv_heads, head_size]);
     let (mut out, mut lse) =

@@ -79,7 +79,8 @@ impl Bench {
     fn attention(&self, positions: usize, head: usize, dtype: DType) {
         let heads = COLUMNS / head;
         let arena = arena(9 * 4 * positions * COLUMNS + (1 << 20));
-        let spec = AttentionSpec { scale: (head as f32).sqrt().recip(), window: None, cap: None };
+        let spec =
+            AttentionSpec { scale: (head as f32).sqrt().recip(), window: None, cap: None, chunk: None };
         let new = || tensor(&arena, dtype, &[1, positions, heads, head]);
         let (q, k, v, dout) = (new(), new(), new(), new());
         let (mut out, mut dq, mut dk, mut dv) = (new(), new(), new(), new());

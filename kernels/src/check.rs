@@ -11,8 +11,8 @@ pub use delta::*;
 
 use crate::tensor::Shape;
 use crate::{
-    DType, Epilogue, ExpertGroups, Gating, GroupScore, KernelError, KeyValues, MatmulSpec, Product,
-    QuantizedView, Residual, Result, RopeLayout, View, ViewMut,
+    AttentionSpec, DType, Epilogue, ExpertGroups, Gating, GroupScore, KernelError, KeyValues, MatmulSpec,
+    Product, QuantizedView, Residual, Result, RopeLayout, View, ViewMut,
 };
 
 /// Sizes of a matrix product.
@@ -340,6 +340,12 @@ fn paging(op: &str, pages: View<'_>, batch: usize, cache: Shape) -> Paging {
         KeyValues::PAGE_MIN
     );
     Paging { pages, positions, per_sequence }
+}
+
+/// What queries see.
+pub fn sight(AttentionSpec { window, chunk, .. }: AttentionSpec) {
+    assert!(window != Some(0) && chunk != Some(0), "attention: a query sees at least its own position");
+    assert!(window.is_none() || chunk.is_none(), "attention: a window or chunks, not both");
 }
 
 pub fn attention_forward(

@@ -109,7 +109,7 @@ impl Counter {
 
     /// `of_pair`: operations of each visible pair for every element of a head, and those of a cap.
     fn attention(&self, dims: &check::AttentionDims, of_pair: [usize; 2], spec: AttentionSpec) {
-        let pairs = visible_pairs(dims.queries, dims.capacity, spec.window);
+        let pairs = visible_pairs(dims.queries, dims.capacity, spec);
         let [of_element, of_cap] = of_pair.map(|flops| flops as u64);
         let counts =
             [(&self.attention_flops, of_element * dims.head_size as u64), (&self.other_flops, of_cap)];
@@ -131,9 +131,20 @@ fn times(factors: &[u64]) -> u64 {
 
 /// Pairs of a query and a key it sees when the queries are the last ones of `capacity` positions: exact for training
 /// (`capacity == queries`), an upper bound when the positions are only known at run time.
-fn visible_pairs(queries: usize, capacity: usize, window: Option<usize>) -> u64 {
-    let window = window.unwrap_or(usize::MAX);
-    (0..queries).map(|i| (capacity - queries + i + 1).min(window) as u64).sum()
+fn visible_pairs(queries: usize, capacity: usize, spec: AttentionSpec) -> u64 {
+    match spec.chunk {
+        // Whole chunks, and one that is begun.
+        Some(chunk) if queries == capacity => {
+            let (positions, chunk) = (queries as u64, chunk.min(queries.max(1)) as u64);
+            let (whole, rest) = (positions / chunk, positions % chunk);
+            whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
+        }
+        // Nowhere more than a window as long as a chunk.
+        chunk => {
+            let most = spec.window.or(chunk).unwrap_or(usize::MAX);
+            (0..queries).map(|i| (capacity - queries + i + 1).min(most) as u64).sum()
+        }
+    }
 }
 
 #[derive(Debug)]

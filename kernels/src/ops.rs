@@ -278,6 +278,29 @@ pub struct AttentionSpec {
     pub window: Option<usize>,
     /// Scores x, which have been multiplied by `scale`, become `cap·tanh(x/cap)`, and never leave ±cap (Gemma 2, arXiv 2408.00118).
     pub cap: Option<f32>,
+    /// Chunks of so many positions, the first from position 0 on: a query sees those before it in its own. Not together with a window.
+    pub chunk: Option<usize>,
+}
+
+impl AttentionSpec {
+    /// The first key that a query at `position` sees.
+    #[must_use]
+    pub fn first_key(&self, position: usize) -> usize {
+        match (self.chunk, self.window) {
+            (Some(chunk), _) => position / chunk * chunk,
+            (None, Some(window)) => (position + 1).saturating_sub(window),
+            (None, None) => 0,
+        }
+    }
+
+    /// Behind the last query that sees `key`; `None` where all that follow do.
+    #[must_use]
+    pub fn queries_end(&self, key: usize) -> Option<usize> {
+        match (self.chunk, self.window) {
+            (Some(chunk), _) => Some((key / chunk + 1).saturating_mul(chunk)),
+            (None, window) => window.map(|window| key.saturating_add(window)),
+        }
+    }
 }
 
 /// Keys and values as attention reads them.
@@ -308,7 +331,7 @@ pub trait Attention: Send + Sync {
     /// q `[B,S,H,K]`, out like q, lse f32 `[B,H,S]` (log-sum-exp of each row of scores).
     ///
     /// `starts` i32 `[B]`: the position of each sequence's first query. Query i of sequence b sits at position
-    /// `p = starts[b]+i` and sees keys `j ≤ p` (and `j > p − window`); C > every p. Where keys lie changes no bit.
+    /// `p = starts[b]+i` and sees keys `j ≤ p` (and `j > p − window`, or `j ≥ ⌊p / chunk⌋·chunk`); C > every p. Where keys lie changes no bit.
     ///
     /// Keys that no query sees are not read, so that they may be anything. A key that some queries see and others do not must be
     /// finite for the results of the others: on a card a NaN or an infinity in its value reaches those of the same tile.

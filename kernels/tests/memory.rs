@@ -102,7 +102,7 @@ fn quantized(set: &KernelSet, arena: &Arena) {
 }
 
 fn attention(set: &KernelSet, arena: &Arena) {
-    let spec = AttentionSpec { scale: 0.1, window: None, cap: None };
+    let spec = AttentionSpec { scale: 0.1, window: None, cap: None, chunk: None };
     for (batch, queries, heads, kv_heads, head_size) in
         [(1, 200, 4, 2, 512), (2, 300, 8, 1, 64), (1, 1, 8, 1, 512)]
     {

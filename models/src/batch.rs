@@ -376,7 +376,8 @@ mod tests {
             "num_hidden_layers": 1, "num_attention_heads": 4}"#;
         let config = ModelConfig::parse(text).unwrap();
         let batches = TokenBatch::new(&config);
-        let query_factor = Some(QueryFactor { beta: 0.5, original_positions: 2 });
+        let query_factor =
+            Some(QueryFactor { beta: 0.5, original_positions: 2, first: 0, unrotated_alone: false });
         let with_factors = TokenBatch::new(&ModelConfig { query_factor, ..config });
         let of = |batch: MicroBatch| {
             let tensors = batch.inputs.into_iter().map(|t| (t.dtype, t.dims, t.bytes.len()));

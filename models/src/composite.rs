@@ -38,7 +38,7 @@ struct Part {
     absent: &'static str,
 }
 
-pub(crate) const COMPOSITES: [Composite; 11] = [
+pub(crate) const COMPOSITES: [Composite; 12] = [
     Composite {
         architecture: "Gemma3ForConditionalGeneration",
         model_type: "gemma3",
@@ -69,6 +69,16 @@ pub(crate) const COMPOSITES: [Composite; 11] = [
                 "vocab_size": 262144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8,
                 "max_position_embeddings": 262144, "sliding_window": 1024, "hidden_size_per_layer_input": 0
             }"#,
+        }],
+        says: Says::Apart,
+    },
+    Composite {
+        architecture: "Llama4ForConditionalGeneration",
+        model_type: "llama4",
+        parts: &[Part {
+            model_type: "llama4_text",
+            read_as: "Llama4ForCausalLM",
+            absent: r#"{"vocab_size": 202048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}"#,
         }],
         says: Says::Apart,
     },

@@ -13,7 +13,7 @@ use crate::json::parse_json;
 use crate::latent::LatentAttention;
 use crate::mixture::Mixture;
 use crate::rope::{QueryFactor, Rope, RopeScaling};
-use crate::windows::windows;
+use crate::windows::Sights;
 use crate::{ModelError, Result};
 use serde_json::Value;
 use std::path::Path;
@@ -113,6 +113,8 @@ pub enum QkNorm {
     PerHead,
     /// The same when they have been rotated.
     PerRotatedHead,
+    /// The same without weights, in layers that rotate them alone.
+    PerRotatedHeadWithoutWeights,
     /// All heads of a token together, `H·K` and `G·K` weights.
     AllHeads,
 }
@@ -125,6 +127,7 @@ impl QkNorm {
             Family::Qwen3Next | Family::Qwen35 | Family::Qwen35Moe | Family::Exaone4 => Some(Self::PerHead),
             Family::HunYuan | Family::HunYuanMoe => Some(Self::PerRotatedHead),
             Family::Glm4Moe if entries.flag("use_qk_norm", false)? => Some(Self::PerHead),
+            Family::Llama4 if entries.flag("use_qk_norm", true)? => Some(Self::PerRotatedHeadWithoutWeights),
             _ => None,
         })
     }
@@ -202,6 +205,8 @@ pub struct ModelConfig {
     pub is_beside: bool,
     /// Sliding window of each layer; `None` sees everything before it.
     pub windows: Vec<Option<usize>>,
+    /// Chunks of positions of each layer without a window: a position sees those before it in its own chunk; `None` sees all.
+    pub chunks: Vec<Option<usize>>,
     /// Layers that do not rotate their queries and keys by their positions.
     pub unrotated: Vec<usize>,
     /// Numbers by which it multiplies what it computes.
@@ -350,7 +355,7 @@ impl ModelConfig {
         let positions_max = entries.size_or("max_position_embeddings", defaults.positions)?;
         let vocab = entries.size("vocab_size")?;
         let biases = family.biases(&entries)?;
-        let (mut windows, unrotated) = windows(&entries, family, layers)?;
+        let Sights { mut windows, chunks, unrotated } = Sights::parse(&entries, family, layers)?;
         let keys_are_values = family == Family::Gemma4 && entries.flag("attention_k_eq_v", false)?;
         let of_all = kv_heads(&entries, family, hidden, heads, latent.as_ref())?;
         let mut heads_by_kind = (of_all, None);
@@ -379,6 +384,8 @@ impl ModelConfig {
             feed_forward: match family {
                 // All of its layers have experts.
                 Family::Qwen35Moe => entries.size_or("intermediate_size", 1)?,
+                // What goes by the usual name is that of experts.
+                Family::Llama4 => entries.size_or("intermediate_size_mlp", 16_384)?,
                 _ => entries.size("intermediate_size")?,
             },
             only_in_training: only_in_training(&entries, family, defaults.dropout, mixture.is_some())?,
@@ -410,6 +417,7 @@ impl ModelConfig {
             score_cap: cap(&entries, family, SCORE_CAP)?,
             logit_cap: cap(&entries, family, LOGIT_CAP)?,
             windows,
+            chunks,
             unrotated,
             positions_max: rope.positions(family, positions_max, other_positions(&entries)?),
             rope,
@@ -535,7 +543,21 @@ impl ModelConfig {
             let detail = format!("has {} entries for {} layers", self.windows.len(), self.layers);
             return refuse("layer_types", detail);
         }
-        Ok(())
+        self.check_chunks()
+    }
+
+    fn check_chunks(&self) -> Result {
+        let refuse = |detail: String| Err(ModelError::Config { key: "attention_chunk_size".into(), detail });
+        if self.chunks.len() != self.layers {
+            return refuse(format!("is of {} layers, and there are {}", self.chunks.len(), self.layers));
+        }
+        let both = |layer: &usize| self.windows[*layer].is_some() && self.chunks[*layer].is_some();
+        match (0..self.layers).find(both) {
+            Some(layer) => {
+                refuse(format!("is of layer {layer}, too, which has a window: it can have one of the two"))
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -557,7 +579,9 @@ fn kv_heads(
         // What transformers calls so is the part that is rotated.
         _ if latent.is_some() => latent.map_or(0, LatentAttention::head_size),
         (Some(size), _) => size,
-        (None, Family::SeedOss | Family::Ernie45) if entries.has("head_dim") => divided(hidden, heads)?,
+        (None, Family::SeedOss | Family::Ernie45 | Family::Llama4) if entries.has("head_dim") => {
+            divided(hidden, heads)?
+        }
         (None, _) => defaults.head_size.map_or_else(|| divided(hidden, heads), Ok)?,
     };
     Ok(KvHeads { count, size })
@@ -726,7 +750,8 @@ fn only_in_training(
 ) -> Result<Vec<(&'static str, f64)>> {
     let part = |key: &&'static str| entries.number_or(key, default).map(|part| (*key, part));
     let mut all = family.dropouts().iter().map(part).collect::<Result<Vec<_>>>()?;
-    if has_experts && entries.flag("output_router_logits", false)? {
+    // The class of Llama 4 gives them and adds no loss.
+    if has_experts && family != Family::Llama4 && entries.flag("output_router_logits", false)? {
         let default = if family == Family::Olmoe { 0.01 } else { 0.001 };
         all.push(("router_aux_loss_coef", entries.number_or("router_aux_loss_coef", default)?));
     }

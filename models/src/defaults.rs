@@ -119,6 +119,7 @@ impl Family {
             Self::Qwen35 => {
                 Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: &[], ..LLAMA }
             }
+            Self::Llama4 => self.defaults_with_experts(),
             Self::Mixtral
             | Self::Qwen2Moe
             | Self::Qwen3Moe
@@ -139,6 +140,14 @@ impl Family {
                 positions: 131_072,
                 norm_eps: 1e-5,
                 theta: 1_000_000.0,
+                ..LLAMA
+            },
+            Self::Llama4 => Defaults {
+                kv_heads: Some(8),
+                head_size: Some(128),
+                positions: 131_072,
+                norm_eps: 1e-5,
+                theta: 500_000.0,
                 ..LLAMA
             },
             Self::Qwen2Moe => Defaults { kv_heads: Some(16), positions: 32_768, eos: &[], ..LLAMA },

@@ -153,6 +153,11 @@ impl<'a> Entries<'a> {
         self.value(key)?.get(inner)?.as_str()
     }
 
+    /// Whether the entry is a number.
+    pub(crate) fn is_number(&self, key: &str) -> bool {
+        self.value(key).is_some_and(|value| value.as_f64().is_some())
+    }
+
     /// Whether the entry is an array.
     pub(crate) fn is_array(&self, key: &str) -> bool {
         self.value(key).is_some_and(Value::is_array)

@@ -8,7 +8,7 @@ use crate::{ModelError, Result};
 use terrace_kernels::RopePairs;
 
 /// Architectures that [`build`](crate::build) knows, as `architectures` and `model_type` spell them.
-const FAMILIES: [(Family, &str, &str); 37] = [
+const FAMILIES: [(Family, &str, &str); 38] = [
     (Family::Llama, "LlamaForCausalLM", "llama"),
     (Family::Mistral, "MistralForCausalLM", "mistral"),
     (Family::Ministral3, "Ministral3ForCausalLM", "ministral3"),
@@ -31,6 +31,7 @@ const FAMILIES: [(Family, &str, &str); 37] = [
     (Family::Cohere, "CohereForCausalLM", "cohere"),
     (Family::Cohere2, "Cohere2ForCausalLM", "cohere2"),
     (Family::HunYuan, "HunYuanDenseV1ForCausalLM", "hunyuan_v1_dense"),
+    (Family::Llama4, "Llama4ForCausalLM", "llama4_text"),
     (Family::Mixtral, "MixtralForCausalLM", "mixtral"),
     (Family::Qwen2Moe, "Qwen2MoeForCausalLM", "qwen2_moe"),
     (Family::Qwen3Moe, "Qwen3MoeForCausalLM", "qwen3_moe"),
@@ -53,6 +54,9 @@ const FAMILIES: [(Family, &str, &str); 37] = [
 pub enum Family {
     /// Llama 2, 3, 3.1 and what follows their layout.
     Llama,
+    /// Llama 4 (Scout, Maverick): three layers in four see chunks of positions, the fourth everything and has no positions; experts, whose inputs
+    /// a router multiplies, in all layers or every other one.
+    Llama4,
     /// Mistral: a sliding window over all layers.
     Mistral,
     /// Ministral 3, Devstral 2: a Mistral whose queries are multiplied by a number behind the context of its training, up to which it is computed.
@@ -186,6 +190,7 @@ impl Family {
             Self::Phi3 => Packing::Projections,
             Self::Glm | Self::Glm4 => Packing::GateAndUp,
             Self::GptOss => Packing::Experts,
+            Self::Llama4 => Packing::ExpertsTurned,
             Self::Qwen35 => Packing::Gates,
             Self::Qwen35Moe => Packing::GatesAndExperts,
             Self::Qwen3Next => Packing::GatesAndDelta,
@@ -235,9 +240,14 @@ impl Family {
     pub(crate) fn rotated_pairs(self) -> RopePairs {
         match self {
             Self::Glm | Self::Glm4 | Self::Ernie45 | Self::Ernie45Moe => RopePairs::Neighbours,
-            Self::Cohere | Self::Cohere2 => RopePairs::Neighbours,
+            Self::Cohere | Self::Cohere2 | Self::Llama4 => RopePairs::Neighbours,
             _ => RopePairs::Halves,
         }
+    }
+
+    /// What the feed-forward of all tokens is called.
+    pub(crate) fn feed_forward(self) -> &'static str {
+        if self == Self::Llama4 { "feed_forward" } else { "mlp" }
     }
 
     pub(crate) fn norms(self) -> Norms {

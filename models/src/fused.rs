@@ -3,7 +3,7 @@
 //! The blocks have a parameter for each. Linear layers are stored `[outputs, inputs]`, so that the rows of a tensor of projections are those of
 //! its parts one after the other: reading one is an offset, and writing one after the other is fusing them. Queries and their gates take turns,
 //! head by head, and so do in Qwen 3 Next what the gated delta rule is given, of which queries, keys and values are one parameter. A tensor of the experts of gpt-oss has them the other way round, `[inputs, outputs]`, and where it holds two layers of each, an
-//! output of one after an output of the other.
+//! output of one after an output of the other; in Llama 4 the outputs of one precede those of the other.
 
 use crate::ModelConfig;
 use std::collections::HashMap;
@@ -21,6 +21,8 @@ pub(crate) enum Packing {
     GateAndUp,
     /// The experts of a layer, as gpt-oss has them.
     Experts,
+    /// The experts of a layer, as Llama 4 has them.
+    ExpertsTurned,
     /// The experts of a layer, one after the other.
     ExpertsInOrder,
     /// Queries and their gates.
@@ -59,8 +61,12 @@ impl Layout {
 pub(crate) enum Order {
     /// Part after part.
     Following,
-    /// So many of the parts follow one another output by output, `[E, inputs, layers · outputs]`.
-    Woven { layers: usize },
+    /// So many of the parts have their outputs side by side, `[E, inputs, layers · outputs]`.
+    Woven {
+        layers: usize,
+        /// An output of one after an output of the other; else all of one after all of the other.
+        in_turns: bool,
+    },
     /// These take turns, in this order, each with its next rows.
     Turns(Vec<Strip>),
 }
@@ -142,14 +148,15 @@ pub(crate) fn file_tensors<'a>(
             .collect(),
         Packing::Projections => of_projections(params, &PROJECTIONS),
         Packing::GateAndUp => of_projections(params, &PROJECTIONS[1..]),
-        Packing::Experts => of_experts(params, true),
-        Packing::ExpertsInOrder => of_experts(params, false),
+        Packing::Experts => of_experts(params, Some(true)),
+        Packing::ExpertsTurned => of_experts(params, Some(false)),
+        Packing::ExpertsInOrder => of_experts(params, None),
         Packing::Gates => with_turns(params, &[gates()]),
         Packing::GatesAndExperts => {
             let (of_layers, others): (Vec<_>, Vec<_>) =
                 params.into_iter().partition(|param| name_of_experts(&param.name).is_some());
             let mut all = with_turns(others, &[gates()]);
-            all.extend(of_experts(of_layers, false));
+            all.extend(of_experts(of_layers, None));
             all
         }
         Packing::GatesAndDelta => {
@@ -242,8 +249,9 @@ fn of_projections<'a>(
     tensors
 }
 
-/// Woven, or one after the other, `[E, layers · outputs, inputs]`.
-fn of_experts<'a>(params: impl IntoIterator<Item = &'a ParamSpec>, are_woven: bool) -> Vec<FileTensor> {
+/// Woven, [in turns](Order::Woven) or not, or one after the other, `[E, layers · outputs, inputs]`.
+fn of_experts<'a>(params: impl IntoIterator<Item = &'a ParamSpec>, woven: Option<bool>) -> Vec<FileTensor> {
+    let in_turns = woven.unwrap_or_default();
     let mut tensors: Vec<FileTensor> = Vec::new();
     let mut places: HashMap<String, usize> = HashMap::new();
     for param in params {
@@ -255,15 +263,15 @@ fn of_experts<'a>(params: impl IntoIterator<Item = &'a ParamSpec>, are_woven: bo
             Some(&place) => tensors[place].parts.push(param.clone()),
             None => {
                 places.insert(name.clone(), tensors.len());
-                tensors.push(FileTensor::of(name, param, Order::Woven { layers }));
+                tensors.push(FileTensor::of(name, param, Order::Woven { layers, in_turns }));
             }
         }
     }
     for tensor in &mut tensors {
-        let Order::Woven { layers } = tensor.order else { continue };
+        let Order::Woven { layers, .. } = tensor.order else { continue };
         let experts = tensor.parts.len() / layers;
         let (outputs, inputs) = (tensor.dims[0] * layers, tensor.dims.get(1).copied());
-        if are_woven {
+        if woven.is_some() {
             tensor.dims = [experts].into_iter().chain(inputs).chain([outputs]).collect();
         } else {
             tensor.dims = [experts, outputs].into_iter().chain(inputs).collect();

@@ -25,6 +25,8 @@ pub struct Mixture {
     pub normalize: bool,
     /// What they are multiplied by in the end.
     pub scale: f32,
+    /// They multiply what an expert is given, not what it gives.
+    pub weighs_inputs: bool,
     /// The router and the experts have biases.
     pub biased: bool,
     /// What all tokens go through beside their experts.
@@ -93,6 +95,14 @@ impl Mixture {
         let inner_of_experts = |default: usize| entries.size_or("moe_intermediate_size", default);
         Ok(match family {
             Family::Mixtral => Some(Self::usual(experts(of_num_local_experts, 8)?, chosen(2)?, inner()?)),
+            Family::Llama4 => Some(Self {
+                scores: Scores::Sigmoid,
+                normalize: false,
+                weighs_inputs: true,
+                shared: Some(SharedExpert { feed_forward: inner()?, is_gated: false }),
+                dense_layers: all_but_every(entries, layers)?,
+                ..Self::usual(experts(of_num_local_experts, 16)?, chosen(1)?, inner()?)
+            }),
             Family::Olmoe => Some(Self {
                 normalize: normalize()?,
                 ..Self::usual(experts(of_num_experts, 64)?, chosen(8)?, inner()?)
@@ -167,6 +177,7 @@ impl Mixture {
             has_score_biases: false,
             normalize: true,
             scale: 1.0,
+            weighs_inputs: false,
             biased: false,
             shared: None,
             is_beside_dense: false,
@@ -228,6 +239,7 @@ impl Mixture {
             has_score_biases: !is_v2,
             normalize: !is_v2 && entries.flag("norm_topk_prob", true)?,
             scale: entries.positive_or("routed_scaling_factor", scale)? as f32,
+            weighs_inputs: false,
             biased: false,
             shared,
             is_beside_dense: false,
@@ -252,6 +264,12 @@ impl Mixture {
         if chosen == 0 || chosen > experts {
             let detail = format!("is {chosen}, of {experts} experts; it must be at least 1 and at most that");
             return refuse("num_experts_per_tok", detail);
+        }
+        if self.weighs_inputs && self.biased {
+            return refuse(
+                "num_experts",
+                "have biases, and weights that multiply their inputs: one of the two is computed".into(),
+            );
         }
         if let Some(ExpertGroups { count, kept, by }) = self.groups {
             if count == 0 || !experts.is_multiple_of(count) {
@@ -356,6 +374,16 @@ fn dense_layers(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
     Ok((0..layers).filter(is_dense).collect())
 }
 
+/// Those that a list of layers with experts does not name, or, without one, all but the last of every `interleave_moe_layer_step`.
+fn all_but_every(entries: &Entries<'_>, layers: usize) -> Result<Vec<usize>> {
+    let (listed, step) = (entries.numbers("moe_layers")?, entries.size_or("interleave_moe_layer_step", 1)?);
+    let is_dense = |layer: &usize| match &listed {
+        Some(listed) => !listed.contains(&(*layer as f64)),
+        None => !(layer + 1).is_multiple_of(step),
+    };
+    Ok((0..layers).filter(is_dense).collect())
+}
+
 /// Layers before those with experts.
 fn first_dense_layers(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
     let step = entries.size_or("moe_layer_freq", 1)?;
@@ -443,6 +471,12 @@ impl Family {
                 ExpertNames { score_biases: "mlp.moe_statics", shared: "mlp.shared_experts", ..usual }
             }
             Self::GptOss => ExpertNames { router: "mlp.router", ..usual },
+            Self::Llama4 => ExpertNames {
+                experts: "feed_forward.experts",
+                router: "feed_forward.router",
+                shared: "feed_forward.shared_expert",
+                ..usual
+            },
             _ => usual,
         }
     }

@@ -314,24 +314,31 @@ impl Rope {
     }
 }
 
-/// What multiplies rotated queries, more the further behind the context of the first training they are, as in Llama 4:
-/// `1 + beta·ln(1 + ⌊position / original_positions⌋)`. It is not rounded to the type of activations, as transformers does.
+/// What multiplies queries, more the further behind the context of the first training they are (Nakanishi, "Scalable-Softmax Is Superior
+/// for Attention", arXiv 2501.19399; as here, Llama 4): `1 + beta·ln(1 + ⌊(position + first) / original_positions⌋)`. It is not rounded to the type of activations, as transformers does.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct QueryFactor {
     /// How much more.
     pub beta: f64,
     /// Up to there it is 1.
     pub original_positions: usize,
+    /// The number of the first position: 0, or 1 in Llama 4.
+    pub first: usize,
+    /// It multiplies the queries of layers that do not rotate them, and those alone.
+    pub unrotated_alone: bool,
 }
 
 impl QueryFactor {
     /// What the configuration class of Ministral 3 fills in.
-    const OF_MINISTRAL: Self = Self { beta: 0.1, original_positions: 16_384 };
+    const OF_MINISTRAL: Self =
+        Self { beta: 0.1, original_positions: 16_384, first: 0, unrotated_alone: false };
 
     /// `None` of families that have none.
     pub(crate) fn parse(config: &Entries<'_>, family: Family) -> Result<Option<Self>> {
-        if family != Family::Ministral3 {
-            return Ok(None);
+        match family {
+            Family::Llama4 => return Self::of_llama(config),
+            Family::Ministral3 => {}
+            _ => return Ok(None),
         }
         let filled = |key: &str| config.object(key).map(|found| found.filter(|found| !found.is_empty()));
         let nested = match filled("rope_parameters")? {
@@ -347,12 +354,31 @@ impl QueryFactor {
             Some(outer) => outer,
             None => nested.size(key)?,
         };
-        Ok(Some(Self { beta: nested.positive("llama_4_scaling_beta")?, original_positions }))
+        Ok(Some(Self {
+            beta: nested.positive("llama_4_scaling_beta")?,
+            original_positions,
+            ..Self::OF_MINISTRAL
+        }))
+    }
+
+    fn of_llama(config: &Entries<'_>) -> Result<Option<Self>> {
+        // Folders of the first days say 4 and mean yes.
+        let (tuning, scale) = ("attn_temperature_tuning", "attn_scale");
+        let is_tuned = match config.is_number(tuning) {
+            true => config.number_or(tuning, 0.0)? != 0.0,
+            false => config.flag(tuning, true)?,
+        };
+        let original_positions = config.size_or("floor_scale", 8192)?;
+        if !is_tuned || config.number(scale)? == Some(0.0) {
+            return Ok(None);
+        }
+        let beta = config.positive_or(scale, 0.1)?;
+        Ok(Some(Self { beta, original_positions, first: 1, unrotated_alone: true }))
     }
 
     /// The factor of a position.
     pub fn at(&self, position: usize) -> f32 {
-        (1.0 + self.beta * ((position / self.original_positions.max(1)) as f64).ln_1p()) as f32
+        (1.0 + self.beta * (((position + self.first) / self.original_positions.max(1)) as f64).ln_1p()) as f32
     }
 }
 
@@ -391,7 +417,7 @@ impl RopeScaling {
                 let wavelength = TAU / frequency;
                 if wavelength < original_positions / high_frequency {
                     frequency
-                } else if wavelength > original_positions / low_frequency {
+                } else if wavelength > original_positions / low_frequency || low_frequency == high_frequency {
                     frequency / factor
                 } else {
                     let smooth =
@@ -488,8 +514,9 @@ fn scaling(
         "llama3" => {
             let low_frequency = nested.positive("low_freq_factor")?;
             let high_frequency = nested.positive("high_freq_factor")?;
-            if high_frequency <= low_frequency {
-                let detail = format!("is {high_frequency}; it must exceed low_freq_factor = {low_frequency}");
+            if high_frequency < low_frequency {
+                let detail =
+                    format!("is {high_frequency}; it must be at least low_freq_factor = {low_frequency}");
                 return Err(nested.error("high_freq_factor", detail));
             }
             let factor = nested.positive("factor")?;

@@ -68,6 +68,8 @@ struct Piece {
     /// Of its first element.
     offset: u64,
     layers: usize,
+    /// Elements from one of a column to the next.
+    step: usize,
 }
 
 /// Rows of a [`Piece`].
@@ -125,9 +127,11 @@ struct Place {
 enum Form {
     /// Row after row.
     Rows,
-    /// Column after column, `layers · rows` elements apart, with the elements of other layers between those of a column.
+    /// Column after column, `layers · rows` elements apart, those of a column `step` apart: with elements of other layers between them, or between
+    /// columns.
     Woven {
         layers: usize,
+        step: usize,
         /// Where the first column of the first of these layers begins.
         first: u64,
     },
@@ -301,8 +305,8 @@ impl SafetensorsSource {
             if has_parts {
                 continue;
             }
-            if let Order::Woven { layers } = fused.order {
-                self.take_experts_apart(fused, layers)?;
+            if let Order::Woven { layers, in_turns } = fused.order {
+                self.take_experts_apart(fused, layers, in_turns)?;
                 continue;
             }
             let stored = self.find(&ParamSpec::new(&fused.name, &fused.dims))?.clone();
@@ -325,11 +329,11 @@ impl SafetensorsSource {
         Ok(())
     }
 
-    /// Enters the layers of experts, of which a tensor holds `layers` of each.
-    fn take_experts_apart(&mut self, fused: &FileTensor, layers: usize) -> Result {
+    /// Enters the layers of experts, of which a tensor holds `layers` of each, [in turns](Order::Woven) or not.
+    fn take_experts_apart(&mut self, fused: &FileTensor, layers: usize, in_turns: bool) -> Result {
         let whole = ParamSpec::new(&fused.name, &fused.dims);
         let [blocks, scales] = mxfp4::names(&fused.name);
-        if !self.has(&fused.name) && fused.dims.len() == 3 && self.has(&blocks) {
+        if in_turns && !self.has(&fused.name) && fused.dims.len() == 3 && self.has(&blocks) {
             let [experts, inputs, outputs] = [0, 1, 2].map(|axis| fused.dims[axis]);
             let groups = mxfp4::groups(inputs).ok_or_else(|| self.not_in_blocks(&blocks, inputs))?;
             let blocks = self.raw(&blocks, &[experts, outputs, groups, mxfp4::BLOCK_BYTES])?;
@@ -350,7 +354,9 @@ impl SafetensorsSource {
         for (at, part) in fused.parts.iter().enumerate() {
             let of_expert = (layers * part.elements()) as u64 * size;
             let first = stored.offset + (at / layers) as u64 * of_expert;
-            let (offset, form) = (first + (at % layers) as u64 * size, Form::Woven { layers, first });
+            let (before, step) = if in_turns { (1, layers) } else { (part.dims[0], 1) };
+            let offset = first + (at % layers * before) as u64 * size;
+            let form = Form::Woven { layers, step, first };
             let entry = Stored { shape: part.dims.clone(), offset, form, ..stored.clone() };
             self.tensors.insert(part.name.clone(), entry);
         }
@@ -450,11 +456,11 @@ impl SafetensorsSource {
                 }
                 Ok(())
             }
-            Form::Woven { layers, first } => {
+            Form::Woven { layers, step, first } => {
                 if param.dims.len() > 1 {
                     self.warm(shard, first, layers * param.elements() * (dtype.bitsize() / 8))?;
                 }
-                let piece = Piece { shard, dtype, offset, layers };
+                let piece = Piece { shard, dtype, offset, layers, step };
                 self.read_woven(&piece, &param.dims, start, out)
             }
             Form::Mxfp4 { layers, scales_shard, scales } => {
@@ -528,21 +534,21 @@ impl SafetensorsSource {
 
     /// Fills the buffer with rows from `first` on, and says which they are.
     fn read_band(&mut self, piece: &Piece, dims: &[usize], first: usize) -> Result<Range<usize>> {
-        let Piece { shard, dtype, offset, layers } = *piece;
+        let Piece { shard, dtype, offset, layers, step } = *piece;
         let (rows, columns, size) = (dims[0], dims.get(1).copied().unwrap_or(1), dtype.bitsize() / 8);
         let count = (BUFFER_BYTES / (columns * size)).clamp(1, rows - first);
         self.buffer.resize(BUFFER_BYTES.max(columns * size), 0);
         let Shard { path, file } = &self.shards[shard];
         let mut read = [0; PIECE_BYTES];
-        let at_once = (PIECE_BYTES / size - 1) / layers + 1;
+        let at_once = (PIECE_BYTES / size - 1) / step + 1;
         for row in (0..count).step_by(at_once) {
             // Without what other layers have behind the last.
             let some = at_once.min(count - row);
-            let read = &mut read[..((some - 1) * layers + 1) * size];
+            let read = &mut read[..((some - 1) * step + 1) * size];
             for column in 0..columns {
-                let at = (column * rows + first + row) * layers * size;
+                let at = (column * rows * layers + (first + row) * step) * size;
                 file.read_exact_at(read, offset + at as u64).map_err(ModelError::file("reading", path))?;
-                for (row, element) in (row..row + some).zip(read.chunks(size).step_by(layers)) {
+                for (row, element) in (row..row + some).zip(read.chunks(size).step_by(step)) {
                     self.buffer[(row * columns + column) * size..][..size].copy_from_slice(element);
                 }
             }

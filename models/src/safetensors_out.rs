@@ -356,9 +356,9 @@ fn write_shard(
     let mut buffer = vec![0; EXPORT_BUFFER_BYTES];
     for tensor in &shard.tensors {
         match (&tensor.content, rest) {
-            (Content::Parts { parts, order: Order::Woven { layers } }, _) => {
+            (Content::Parts { parts, order: Order::Woven { layers, in_turns } }, _) => {
                 for parts in parts.chunks(*layers) {
-                    write_woven(reader, parts, dtype, &mut buffer, &mut draft)?;
+                    write_woven(reader, (parts, *in_turns), dtype, &mut buffer, &mut draft)?;
                 }
             }
             (Content::Parts { parts, order: Order::Following }, _) => {
@@ -413,11 +413,11 @@ fn write_weights(
     Ok(())
 }
 
-/// Layers `[R, C]` of one expert as `[C, layers · R]`. All of them are held at once, for which a plan has
+/// Layers `[R, C]` of one expert as `[C, layers · R]`, [in turns](Order::Woven) or not. All of them are held at once, for which a plan has
 /// [memory](terrace_zero::Block::export_elements), and written through the buffer.
 fn write_woven(
     reader: &mut dyn WeightReader,
-    layers: &[ParamSpec],
+    (layers, in_turns): (&[ParamSpec], bool),
     dtype: DType,
     buffer: &mut [u8],
     draft: &mut Draft,
@@ -441,7 +441,9 @@ fn write_woven(
             let length = pieces.min(wide - start);
             let piece = &mut buffer[..some * length * size];
             for at in 0..length {
-                let (layer, row) = ((start + at) % count, (start + at) / count);
+                let output = start + at;
+                let (layer, row) =
+                    if in_turns { (output % count, output / count) } else { (output / rows, output % rows) };
                 let from = ((layer * rows + row) * columns + first) * size;
                 for (column, element) in all[from..from + some * size].chunks(size).enumerate() {
                     piece[(column * length + at) * size..][..size].copy_from_slice(element);

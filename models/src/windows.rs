@@ -1,38 +1,81 @@
-//! Which layers see everything before a token and which a window, and which of them know positions.
+//! Which layers see everything before a token, which a window and which chunks, and which of them know positions.
 
 use crate::entries::Entries;
 use crate::family::Family;
 use crate::{ModelError, Result};
 
-/// The sliding window of each layer, and which layers do not rotate queries and keys.
-pub(crate) fn windows(
-    entries: &Entries<'_>,
-    family: Family,
-    layers: usize,
-) -> Result<(Vec<Option<usize>>, Vec<usize>)> {
-    let listed = unrotated(entries, family, layers)?;
-    let windows = by_layer(entries, family, layers, &listed)?;
-    // What sees everything has no positions, if others have windows.
-    let sees_all = |layer: &usize| windows.get(*layer).is_some_and(Option::is_none);
-    let unrotated = match family {
-        Family::Cohere2 => (0..layers).filter(sees_all).collect(),
-        Family::Exaone4 if entries.has_value(SIZE) || !entries.has(SIZE) => {
-            (0..layers).filter(sees_all).collect()
+/// What each layer sees, and where it has positions.
+pub(crate) struct Sights {
+    /// The sliding window of each layer.
+    pub(crate) windows: Vec<Option<usize>>,
+    /// The chunks of each layer.
+    pub(crate) chunks: Vec<Option<usize>>,
+    /// Layers that do not rotate queries and keys.
+    pub(crate) unrotated: Vec<usize>,
+}
+
+impl Sights {
+    pub(crate) fn parse(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Self> {
+        let listed = unrotated(entries, family, layers)?;
+        if family == Family::Llama4 {
+            let chunks = chunks(entries, layers, &listed)?;
+            return Ok(Self { windows: vec![None; layers], chunks, unrotated: listed });
         }
-        _ => listed,
-    };
-    Ok((windows, unrotated))
+        let windows = by_layer(entries, family, layers, &listed)?;
+        // What sees everything has no positions, if others have windows.
+        let sees_all = |layer: &usize| windows.get(*layer).is_some_and(Option::is_none);
+        let unrotated = match family {
+            Family::Cohere2 => (0..layers).filter(sees_all).collect(),
+            Family::Exaone4 if entries.has_value(SIZE) || !entries.has(SIZE) => {
+                (0..layers).filter(sees_all).collect()
+            }
+            _ => listed,
+        };
+        Ok(Self { windows, chunks: vec![None; layers], unrotated })
+    }
 }
 
 const SIZE: &str = "sliding_window";
 
-/// Layers that a configuration names: none, but in SmolLM 3 those that a list has a 0 for, or the last of every
+/// The chunks of each layer: of those that are listed as such, or of those that have positions.
+fn chunks(entries: &Entries<'_>, layers: usize, unrotated: &[usize]) -> Result<Vec<Option<usize>>> {
+    let key = "attention_chunk_size";
+    let size = match entries.optional_size(key)? {
+        None if !entries.has(key) => Some(8192),
+        size => size,
+    };
+    let Some(kinds) = entries.strings("layer_types")? else {
+        return Ok((0..layers).map(|layer| size.filter(|_| !unrotated.contains(&layer))).collect());
+    };
+    let of_layer = |kind: &&str| match (*kind, size) {
+        ("full_attention", _) => Ok(None),
+        ("chunked_attention", Some(size)) => Ok(Some(size)),
+        ("chunked_attention", None) => {
+            Err(entries.error(key, "is null, and layer_types names chunked_attention layers".into()))
+        }
+        (other, _) => Err(ModelError::Unsupported {
+            what: "layer_types entry".into(),
+            found: format!("\"{other}\""),
+            supported: "\"full_attention\", \"chunked_attention\"".into(),
+        }),
+    };
+    match kinds.len() == layers {
+        true => kinds.iter().map(of_layer).collect(),
+        false => {
+            Err(entries.error("layer_types", format!("has {} entries for {layers} layers", kinds.len())))
+        }
+    }
+}
+
+/// Layers that a configuration names: none, but in SmolLM 3 and Llama 4 those that a list has a 0 for, or the last of every
 /// `no_rope_layer_interval`.
 fn unrotated(entries: &Entries<'_>, family: Family, layers: usize) -> Result<Vec<usize>> {
-    if family != Family::SmolLm3 {
+    if !matches!(family, Family::SmolLm3 | Family::Llama4) {
         return Ok(Vec::new());
     }
-    let Some(listed) = entries.numbers("no_rope_layers")? else {
+    // A Llama 4 takes an empty list for none.
+    let is_said = |listed: &Vec<f64>| family == Family::SmolLm3 || !listed.is_empty();
+    let Some(listed) = entries.numbers("no_rope_layers")?.filter(is_said) else {
         let interval = entries.size_or("no_rope_layer_interval", 4)?;
         return Ok((0..layers).filter(|layer| (layer + 1).is_multiple_of(interval)).collect());
     };
@@ -61,7 +104,9 @@ fn by_layer(
         Family::Glm4MoeLite | Family::DeepseekV2 | Family::DeepseekV3 | Family::MiniMaxM2 => {
             return Ok(vec![None; layers]);
         }
-        Family::HunYuan | Family::HunYuanMoe | Family::Cohere => return Ok(vec![None; layers]),
+        Family::HunYuan | Family::HunYuanMoe | Family::Cohere | Family::Llama4 => {
+            return Ok(vec![None; layers]);
+        }
         Family::Glm | Family::Glm4 | Family::Ernie45 | Family::Ernie45Moe => return Ok(vec![None; layers]),
         Family::GptOss => (false, Some(128)),
         Family::Phi3 | Family::Mixtral | Family::Ministral3 => {

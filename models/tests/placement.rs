@@ -369,6 +369,15 @@ fn with_shared() -> [ModelConfig; 2] {
     [model("Glm4MoeForCausalLM", glm), model("Qwen2MoeForCausalLM", qwen)]
 }
 
+/// Chunks of positions, a layer that sees all and has none; experts whose inputs are multiplied, beside one that all tokens go through.
+fn llama4() -> ModelConfig {
+    model(
+        "Llama4ForCausalLM",
+        r#""num_key_value_heads":2,"head_dim":16,"intermediate_size_mlp":96,"num_local_experts":6,"num_experts_per_tok":2,
+        "moe_layers":[1,2],"no_rope_layers":[1,0,1],"attention_chunk_size":5,"floor_scale":3,"attn_scale":0.5"#,
+    )
+}
+
 /// Layers with a window, and one whose heads are others and whose keys are values; capped logits, and numbers of the files that multiply layers.
 fn heads_by_layer() -> ModelConfig {
     model(
@@ -511,6 +520,7 @@ fn experts_in_stages() {
         (with_experts(), 7, DType::BF16, Some(1.0)),
         (gpt_oss(), 5, DType::BF16, None),
         (with_shared()[0].clone(), 2, DType::BF16, Some(1.0)),
+        (llama4(), 4, DType::BF16, Some(1.0)),
         (with_shared()[1].clone(), 1, DType::F32, Some(1.0)),
     ] {
         let model = staged(model, at_once);
@@ -559,6 +569,7 @@ fn every_family_keeps() {
         model("OlmoeForCausalLM", r#""num_key_value_heads":2,"num_experts":6,"num_experts_per_tok":2"#),
         with_experts(),
         gpt_oss(),
+        llama4(),
         with_shared()[0].clone(),
         with_shared()[1].clone(),
         recurrent(),

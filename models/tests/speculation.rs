@@ -220,7 +220,13 @@ fn an_update_that_is_behind_comes_to_its_end() {
     let dir = tempfile::tempdir().unwrap();
     let mut base = Setup { clip: Some(1e6), ..base(false) };
     // Chunks enough to be far behind.
-    base.model = ModelConfig { layers: 8, windows: vec![None; 8], feed_forward: 256, ..base.model };
+    base.model = ModelConfig {
+        layers: 8,
+        windows: vec![None; 8],
+        chunks: vec![None; 8],
+        feed_forward: 256,
+        ..base.model
+    };
     let (losses, hash) = base.run(STEPS);
     let overrides = WindowOverrides {
         chunk_elements: Some(1 << 14),

@@ -51,7 +51,12 @@ const PAGE: usize = KeyValues::PAGE_MIN;
 
 impl Sizes {
     fn spec(&self) -> AttentionSpec {
-        AttentionSpec { scale: (self.head_size as f32).sqrt().recip(), window: self.window, cap: None }
+        AttentionSpec {
+            scale: (self.head_size as f32).sqrt().recip(),
+            window: self.window,
+            cap: None,
+            chunk: None,
+        }
     }
 
     fn of_q(&self) -> [usize; 4] {

@@ -171,7 +171,7 @@ impl<'t> Geometry<'t> {
         assert!(dims.head_size <= HEAD_MAX, "attention: heads of {} exceed {HEAD_MAX}", dims.head_size);
         assert!(spec.scale > 0.0, "attention: scores are multiplied by a positive number");
         assert!(spec.cap.is_none_or(|cap| cap > 0.0), "attention: a cap is positive");
-        assert!(spec.window != Some(0), "attention: a window holds at least the query's own position");
+        check::sight(spec);
         let paging = dims.paging.zip(table);
         if let Some((paging, table)) = &paging {
             check::pages(paging, table);
@@ -245,8 +245,8 @@ impl<'t> Geometry<'t> {
 
     /// Keys that a row sees when the first query sits at position `start`.
     pub fn keys(&self, start: usize, row: usize) -> Range<usize> {
-        let end = start + self.query(row) + 1;
-        end - self.spec.window.unwrap_or(end).min(end)..end
+        let position = start + self.query(row);
+        self.spec.first_key(position)..position + 1
     }
 
     /// Keys that any of the rows sees.

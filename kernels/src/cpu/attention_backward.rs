@@ -386,11 +386,7 @@ impl<'a> Operands<'a> {
     /// The blocks of rows, beginning at multiples of [`ROWS`], that see any of the keys.
     fn rows_seeing(&self, b: usize, g: usize, keys: &Range<usize>) -> impl Iterator<Item = RowBlock> + use<> {
         let (queries, group) = (self.geometry.dims.queries, self.geometry.dims.group());
-        let last = self
-            .geometry
-            .spec
-            .window
-            .map_or(queries, |window| queries.min((keys.end - 1).saturating_add(window)));
+        let last = self.geometry.spec.queries_end(keys.end - 1).map_or(queries, |end| queries.min(end));
         let (start, end, count) = (keys.start * group, last * group, self.geometry.row_count());
         (start / ROWS * ROWS..end).step_by(ROWS).map(move |first| RowBlock {
             b,

@@ -1,7 +1,7 @@
 // Causal attention with grouped keys and values, without an S×S matrix in memory: Dao, arXiv 2307.08691.
 //
 // q, out, dout, dq [B, S, H, K]; k, v, dk, dv [B, C, G, K]; lse f32 [B, H, S]; H is a multiple of G. Query i of sequence b
-// is at position p = starts[b] + i and sees keys j ≤ p, with a window only j > p − window.
+// is at position p = starts[b] + i and sees keys first_key(p) ≤ j ≤ p.
 //
 //   s_j = scale·q·k_j,  lse = ln Σ exp(s_j),  p_j = exp(s_j − lse),  out = Σ p_j·v_j
 //   D = Σ dout·out,  ds_j = p_j·(dout·v_j − D)·scale,  dq = Σ ds_j·k_j,  dk_j = Σ ds_j·q,  dv_j = Σ p_j·dout
@@ -37,8 +37,8 @@
 
 struct Shape {
     int queries, capacity, heads, kv_heads, head_size;
-    // Positions a query sees, itself included; at least `capacity` when there is no window.
-    int window;
+    // See `first_key`.
+    int sight;
     float scale, cap;
     // Of all sequences one after the other.
     Pages pages;
@@ -182,10 +182,6 @@ __device__ __forceinline__ float half_warp_max(float x) {
     return x;
 }
 
-__device__ __forceinline__ bool sees(int position, int key, int window) {
-    return key <= position && key > position - window;
-}
-
 #define MINUS_INFINITY __uint_as_float(0xFF800000u)
 
 // Grid: (blocks of 64 rows, B·G, pieces of 64·SQUARES columns).
@@ -211,7 +207,7 @@ __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *
         positions[i] = start + (row + 4 * y + i) / group;
         most[i] = MINUS_INFINITY, total[i] = 0.0f;
     }
-    int key_first = max(start + row / group - shape.window + 1, 0) / TILE * TILE;
+    int key_first = max(first_key(start + row / group, shape.sight), 0) / TILE * TILE;
     for (int key = key_first; key < key_end; key += TILE) {
         float scores[4][4];
         k_rows.origin = shape.pages.rows_before(b, shape.capacity, key) * k_rows.step + (i64)kv_head * shape.head_size;
@@ -220,9 +216,11 @@ __device__ __forceinline__ void forward(const void *q, int q_dtype, const void *
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             float highest = most[i];
+            int lowest_key = first_key(positions[i], shape.sight);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                bool visible = sees(positions[i], key + 4 * x + j, shape.window);
+                int at = key + 4 * x + j;
+                bool visible = at <= positions[i] && at >= lowest_key;
                 float slope;
                 scores[i][j] = visible ? score_of<CAPPED>(scores[i][j], shape, slope) : MINUS_INFINITY;
                 highest = fmaxf(highest, scores[i][j]);
@@ -302,21 +300,23 @@ __device__ __forceinline__ void backward_dq(const void *q, int q_dtype, const vo
         deltas[i] = row_delta(out_rows, dout_rows, r, x);
         row_lses[i] = r < q_rows.end ? row_lse(lse, shape, b, kv_head, r) : 0.0f;
     }
-    int key_first = max(row / group - shape.window + 1, 0) / TILE * TILE;
+    int key_first = max(first_key(row / group, shape.sight), 0) / TILE * TILE;
     for (int key = key_first; key < key_end; key += TILE) {
         float scores[4][4], gradients[4][4];
         row_products(scores, q_rows, row, k_rows, key, pieces);
         row_products(gradients, dout_rows, row, v_rows, key, pieces);
 #pragma unroll
-        for (int i = 0; i < 4; i++)
+        for (int i = 0; i < 4; i++) {
+            int r = row + 4 * y + i, position = r / group, lowest_key = first_key(position, shape.sight);
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                int r = row + 4 * y + i;
-                bool visible = r < q_rows.end && sees(r / group, key + 4 * x + j, shape.window);
+                int at = key + 4 * x + j;
+                bool visible = r < q_rows.end && at <= position && at >= lowest_key;
                 float slope = shape.scale;
                 float p = visible ? expf(score_of<CAPPED>(scores[i][j], shape, slope) - row_lses[i]) : 0.0f;
                 scores[i][j] = visible ? p * (gradients[i][j] - deltas[i]) * slope : 0.0f;
             }
+        }
         put_weights(weights, scores);
         add_weighted<SQUARES>(sums, weights, k_rows, key, first, pieces);
     }
@@ -341,9 +341,9 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
     Rows v_rows = key_rows(v, v_dtype, shape, b, kv_head, shape.capacity);
 
     float of_k[SQUARES][4][4] = {}, of_v[SQUARES][4][4] = {};
-    // Rows that see one of these keys: from the first key's own query to the last one with the last key in its window.
-    int last_query = (int)min((i64)key + TILE - 1 + shape.window - 1, (i64)shape.queries - 1);
-    int row_end = (last_query + 1) * group;
+    // Rows that see one of these keys: from the first key's own query to the last one that sees the last key.
+    int query_last = (int)min(last_query(key + TILE - 1, shape.sight), (i64)shape.queries - 1);
+    int row_end = (query_last + 1) * group;
     for (int row = key * group / TILE * TILE; row < row_end; row += TILE) {
         for (int i = 0; i < 4; i++) {
             int r = row + 4 * y + i;
@@ -362,7 +362,8 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
 #pragma unroll
             for (int j = 0; j < 4; j++) {
                 int r = row + 4 * x + j;
-                bool visible = r < q_rows.end && sees(r / group, key + 4 * y + i, shape.window);
+                int at = key + 4 * y + i, position = r / group;
+                bool visible = r < q_rows.end && at <= position && at >= first_key(position, shape.sight);
                 float slope = shape.scale;
                 float p = visible ? expf(score_of<CAPPED>(scores[i][j], shape, slope) - tile_lses[4 * x + j]) : 0.0f;
                 scores[i][j] = p;
@@ -381,10 +382,10 @@ __device__ __forceinline__ void backward_dkv(const void *q, int q_dtype, const v
 #define FORWARD_PARAMETERS                                                                                             \
     const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *pages,              \
         int page_shift, const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, \
-        int kv_heads, int head_size, int window, float scale, float cap
+        int kv_heads, int head_size, int sight, float scale, float cap
 #define FORWARD(...)                                                                                                   \
     forward<__VA_ARGS__>(q, q_dtype, k, k_dtype, v, v_dtype, starts, out, out_dtype, lse,                              \
-                         {queries, capacity, heads, kv_heads, head_size, window, scale, cap, {pages, page_shift}})
+                         {queries, capacity, heads, kv_heads, head_size, sight, scale, cap, {pages, page_shift}})
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_64(FORWARD_PARAMETERS) { FORWARD(1, false); }
 extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_128(FORWARD_PARAMETERS) { FORWARD(2, false); }
@@ -394,9 +395,9 @@ extern "C" __global__ void __launch_bounds__(TILE_THREADS) attention_forward_256
 #define BACKWARD_PARAMETERS                                                                                            \
     const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const void *out, int out_dtype, \
         const float *lse, const void *dout, int dout_dtype
-#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int head_size, int window, float scale, float cap
+#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int head_size, int sight, float scale, float cap
 #define BACKWARD_ARGUMENTS q, q_dtype, k, k_dtype, v, v_dtype, out, out_dtype, lse, dout, dout_dtype
-#define SHAPE {queries, queries, heads, kv_heads, head_size, window, scale, cap, {}}
+#define SHAPE {queries, queries, heads, kv_heads, head_size, sight, scale, cap, {}}
 
 extern "C" __global__ void __launch_bounds__(TILE_THREADS)
 attention_dq_64(BACKWARD_PARAMETERS, void *dq, int dq_dtype, SHAPE_PARAMETERS) {

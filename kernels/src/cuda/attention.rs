@@ -291,8 +291,17 @@ fn number(op: &'static str, what: &'static str, value: usize) -> Result<u32> {
     u32::try_from(value).map_err(|_| too_large(op, what, value))
 }
 
-/// Positions a query sees, the scale, and the cap, which kernels without one do not read.
+/// What a query sees, the scale, and the cap, which kernels without one do not read.
 fn with_spec(arguments: Arguments, spec: AttentionSpec) -> Arguments {
-    let window = spec.window.map_or(i32::MAX, |window| i32::try_from(window).unwrap_or(i32::MAX));
-    arguments.int(window).float(spec.scale).float(spec.cap.unwrap_or(0.0))
+    arguments.int(sight(spec)).float(spec.scale).float(spec.cap.unwrap_or(0.0))
+}
+
+/// What a query sees, as `first_key` of `common.cuh` reads it: the window, or the size of chunks with a minus.
+fn sight(spec: AttentionSpec) -> i32 {
+    check::sight(spec);
+    let int = |positions: usize| i32::try_from(positions).unwrap_or(i32::MAX);
+    match (spec.chunk, spec.window) {
+        (Some(chunk), _) => -int(chunk),
+        (None, window) => window.map_or(i32::MAX, int),
+    }
 }

@@ -13,7 +13,7 @@
 //   partials f32 [B·H·S, pieces, K + 2], rows in the order of q's
 //
 // The length of the keys is on the card alone, so that the grid is made for the capacity: what lies behind the last visible
-// key, or before a window, leaves an empty partial (−∞, 0). Head sizes are multiples of 8 up to 256.
+// key, or before the first, leaves an empty partial (−∞, 0). Head sizes are multiples of 8 up to 256.
 //
 // A tile of 64 keys: two threads a key compute the scores of all rows, loading 16 bytes in turn; a warp a row then takes the
 // softmax; for the values a thread has eight columns and every `lanes`-th key. So keys and values are loaded once, in
@@ -34,8 +34,8 @@
 
 struct Shape {
     int queries, capacity, heads, kv_heads, head_size;
-    // Positions a query sees, itself included; at least `capacity` when there is no window.
-    int window;
+    // See `first_key`.
+    int sight;
     float scale, cap;
     // Keys that a block takes, a multiple of the tile.
     int piece;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
     int b = blockIdx.y / shape.kv_heads, kv_head = blockIdx.y % shape.kv_heads, group = shape.heads / shape.kv_heads;
     int row = blockIdx.z * ROWS, rows = min(ROWS, shape.queries * group - row);
     int start = starts[b];
-    int last = start + (row + rows - 1) / group, first = start + row / group - shape.window + 1;
+    int last = start + (row + rows - 1) / group, first = first_key(start + row / group, shape.sight);
     int begin = max((int)blockIdx.x * shape.piece, max(first, 0) / DECODE_TILE * DECODE_TILE);
     int end = min(min(((int)blockIdx.x + 1) * shape.piece, shape.capacity), last + 1);
 
@@ -103,7 +103,7 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
             float score = scores[r] + __shfl_xor_sync(ALL_LANES, scores[r], 1);
             if (CAPPED) score = shape.cap * tanhf(score / shape.cap);
             int position = start + (row + r) / group;
-            bool visible = key < end && key <= position && key > position - shape.window;
+            bool visible = key < end && key <= position && key >= first_key(position, shape.sight);
             if (t % 2 == 0) shared.weights[r][t / 2] = visible ? score : MINUS_INFINITY;
         }
         __syncthreads();
@@ -166,10 +166,10 @@ __device__ __forceinline__ void decode(const void *q, int q_dtype, const void *k
 #define DECODE_PARAMETERS                                                                                              \
     const void *q, int q_dtype, const void *k, int k_dtype, const void *v, int v_dtype, const int *pages,              \
         int page_shift, const int *starts, float *partials, int queries, int capacity, int heads, int kv_heads,        \
-        int head_size, int window, float scale, float cap, int piece
+        int head_size, int sight, float scale, float cap, int piece
 #define DECODE(...)                                                                                                    \
     decode<__VA_ARGS__>(q, q_dtype, k, k_dtype, v, v_dtype, starts, partials,                                          \
-                        {queries, capacity, heads, kv_heads, head_size, window, scale, cap, piece, {pages, page_shift}})
+                        {queries, capacity, heads, kv_heads, head_size, sight, scale, cap, piece, {pages, page_shift}})
 
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_4(DECODE_PARAMETERS) { DECODE(4, false); }
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS) attention_decode_8(DECODE_PARAMETERS) { DECODE(8, false); }

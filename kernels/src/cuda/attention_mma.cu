@@ -23,7 +23,7 @@
 //   dkv      128       1      64    32    2·16 Ki + 2·24 Ki + 384 =  82304
 //
 // All are below the 99 KiB of sm_86 and sm_89; two blocks of each fit on sm_80. Registers: at most 255 of 65536/(2·128);
-// forward 128 spills four of them on sm_100 and sm_120, nothing else any (`cargo xtask cuda-check` prints them).
+// forward 128 spills six of them on sm_100 and four on sm_120, nothing else any (`cargo xtask cuda-check` prints them).
 //
 // Bytes from memory: operands and results once; from the L2 cache, keys and values once a block of rows (dkv: rows' operands
 // once a block of keys).
@@ -48,16 +48,12 @@
 
 struct Shape {
     int queries, capacity, heads, kv_heads;
-    // Positions a query sees, itself included; at least `capacity` when there is no window.
-    int window;
+    // See `first_key`.
+    int sight;
     float scale, cap;
     // Of all sequences one after the other.
     Pages pages;
 };
-
-__device__ __forceinline__ bool sees(int position, int key, int window) {
-    return key <= position && key > position - window;
-}
 
 // ---- rows -----------------------------------------------------------------------------------------------------------
 
@@ -206,18 +202,20 @@ __device__ __forceinline__ float exponent_of(float product, const Shape &shape, 
 // most tiles do without; rows beyond the end see nothing.
 template <int HEAD, int STACK, int COLUMNS>
 __device__ __forceinline__ void hide(float exponents[STACK][COLUMNS][4], const QueryRows<HEAD> &rows, int first, int start,
-                                     int key, int window) {
+                                     int key, int sight) {
 #pragma unroll
     for (int i = 0; i < STACK; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             int r = first + i * 16 + half * 8 + threadIdx.x % 32 / 4, position = r < rows.end ? start + r / rows.group : -1;
+            int lowest_key = first_key(position, sight);
 #pragma unroll
             for (int n = 0; n < COLUMNS; n++)
 #pragma unroll
-                for (int j = 2 * half; j < 2 * half + 2; j++)
-                    if (!sees(position, key + 8 * n + threadIdx.x % 4 * 2 + j % 2, window))
-                        exponents[i][n][j] = MINUS_INFINITY;
+                for (int j = 2 * half; j < 2 * half + 2; j++) {
+                    int at = key + 8 * n + threadIdx.x % 4 * 2 + j % 2;
+                    if (at > position || at < lowest_key) exponents[i][n][j] = MINUS_INFINITY;
+                }
         }
 }
 
@@ -274,7 +272,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
     int row = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, warp_row = row + threadIdx.x / 32 * 16 * STACK;
     int start = starts[b];
     int key_end = min(start + min(row + ROWS - 1, q_rows.end - 1) / q_rows.group + 1, shape.capacity);
-    int key_first = max(start + row / q_rows.group - shape.window + 1, 0) / STEP * STEP;
+    int key_first = max(first_key(start + row / q_rows.group, shape.sight), 0) / STEP * STEP;
     KeyRows<HEAD> k_rows(shape, b, kv_head, key_end);
     const u16 *const of_q[1] = {q}, *const of_kv[2] = {k, v};
 
@@ -285,6 +283,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
     // What the warp's rows see: the first row's position, and the last one's.
     int low = start + warp_row / q_rows.group, high = start + min(warp_row + 16 * STACK - 1, q_rows.end - 1) / q_rows.group;
     bool any_row = warp_row < q_rows.end;
+    int first_low = first_key(low, shape.sight), first_high = first_key(high, shape.sight);
     Softmax<STACK> rows;
     float sums[STACK][HEAD / 8][4] = {};
 #pragma unroll
@@ -304,7 +303,7 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
             copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, next);
         }
         cp_async_commit();
-        if (!any_row || key > high || key + STEP - 1 <= low - shape.window) continue;
+        if (!any_row || key > high || key + STEP - 1 < first_low) continue;
         float scores[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
 #pragma unroll
@@ -316,8 +315,8 @@ __device__ __forceinline__ void forward(const u16 *q, const u16 *k, const u16 *v
                     float slope;
                     scores[i][n][j] = exponent_of<CAPPED>(scores[i][n][j], shape, 0.0f, slope);
                 }
-        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
-        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.window);
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key >= first_high;
+        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, start, key, shape.sight);
         soften<STACK, STEP / 8, HEAD / 8>(scores, sums, rows);
         add_weighted<DTYPE, HEAD, STACK, STEP / 8>(sums, scores, tile + STEP * HEAD);
     }
@@ -366,7 +365,7 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     int row = (int)(gridDim.x - 1 - blockIdx.x) * ROWS, warp_row = row + threadIdx.x / 32 * 16 * STACK;
     int key_end = min(row + ROWS - 1, q_rows.end - 1) / q_rows.group + 1;
-    int key_first = max(row / q_rows.group - shape.window + 1, 0) / STEP * STEP;
+    int key_first = max(first_key(row / q_rows.group, shape.sight), 0) / STEP * STEP;
     KeyRows<HEAD> k_rows(shape, b, kv_head, key_end);
     const u16 *const of_q[2] = {q, dout}, *const of_kv[2] = {k, v};
 
@@ -397,7 +396,7 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
         const u16 *tile = keys + stage * 2 * STEP * HEAD;
         if (key + STEP < key_end) copy_rows<HEAD, STEP, 2>(keys + (stage ^ 1) * 2 * STEP * HEAD, of_kv, k_rows, key + STEP);
         cp_async_commit();
-        if (!any_row || key > high || key + STEP - 1 <= low - shape.window) continue;
+        if (!any_row || key > high || key + STEP - 1 < first_key(low, shape.sight)) continue;
         float scores[STACK][STEP / 8][4], gradients[STACK][STEP / 8][4];
         row_products<DTYPE, HEAD, STACK, STEP / 8>(scores, q_tile + (warp_row - row) * HEAD, tile);
         row_products<DTYPE, HEAD, STACK, STEP / 8>(gradients, dout_tile + (warp_row - row) * HEAD, tile + STEP * HEAD);
@@ -411,8 +410,8 @@ __device__ __forceinline__ void backward_dq(const u16 *q, const u16 *k, const u1
                     scores[i][n][j] = exponent_of<CAPPED>(scores[i][n][j], shape, lses[i][j / 2], slope);
                     gradients[i][n][j] = (gradients[i][n][j] - deltas[i][j / 2]) * slope;
                 }
-        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key > high - shape.window;
-        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, 0, key, shape.window);
+        bool whole = warp_row + 16 * STACK <= q_rows.end && key + STEP - 1 <= low && key >= first_key(high, shape.sight);
+        if (!whole) hide<HEAD, STACK, STEP / 8>(scores, q_rows, warp_row, 0, key, shape.sight);
 #pragma unroll
         for (int i = 0; i < STACK; i++)
 #pragma unroll
@@ -459,19 +458,19 @@ __device__ __forceinline__ void find_facts(RowFacts<STEP> &facts, const u16 *dou
 // As `hide`, of rows with `facts` and keys that lie as rows in store_rows.
 template <int STACK, int STEP>
 __device__ __forceinline__ void hide_rows(float exponents[STACK][STEP / 8][4], const RowFacts<STEP> &facts, int warp_key,
-                                          int window) {
+                                          int sight) {
     int lane = threadIdx.x % 32;
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
         for (int parity = 0; parity < 2; parity++) {
-            int position = facts.positions[8 * n + lane % 4 * 2 + parity];
+            int position = facts.positions[8 * n + lane % 4 * 2 + parity], lowest_key = first_key(position, sight);
 #pragma unroll
             for (int i = 0; i < STACK; i++)
 #pragma unroll
                 for (int j = parity; j < 4; j += 2) {
                     int key = warp_key + i * 16 + lane / 4 + j / 2 * 8;
-                    if (!sees(position, key, window)) exponents[i][n][j] = MINUS_INFINITY;
+                    if (key > position || key < lowest_key) exponents[i][n][j] = MINUS_INFINITY;
                 }
         }
 }
@@ -493,7 +492,7 @@ __device__ __forceinline__ void add_dkv(float of_k[STACK][HEAD / 8][4], float of
             for (int j = 0; j < 4; j++)
                 scores[i][n][j] =
                     exponent_of<CAPPED>(scores[i][n][j], shape, facts.lses[8 * n + column + j % 2], slopes[i][n][j]);
-    if (!whole) hide_rows<STACK, STEP>(scores, facts, warp_key, shape.window);
+    if (!whole) hide_rows<STACK, STEP>(scores, facts, warp_key, shape.sight);
 #pragma unroll
     for (int n = 0; n < STEP / 8; n++)
 #pragma unroll
@@ -526,9 +525,9 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
     QueryRows<HEAD> q_rows(shape, b, kv_head);
     KeyRows<HEAD> k_rows(shape, b, kv_head, shape.capacity);
     const u16 *const of_q[3] = {q, dout, out}, *const of_kv[2] = {k, v};
-    // Rows that see one of these keys: from the first key's own query to the last one with the last key in its window.
-    int last_query = (int)min((i64)key + KEYS - 1 + shape.window - 1, (i64)shape.queries - 1);
-    int row_first = key * q_rows.group / STEP * STEP, row_end = (last_query + 1) * q_rows.group;
+    // Rows that see one of these keys: from the first key's own query to the last one that sees the last key.
+    int query_last = (int)min(last_query(key + KEYS - 1, shape.sight), (i64)shape.queries - 1);
+    int row_first = key * q_rows.group / STEP * STEP, row_end = (query_last + 1) * q_rows.group;
 
     copy_rows<HEAD, KEYS, 2>(k_tile, of_kv, k_rows, key);
     copy_rows<HEAD, STEP, 3>(tiles, of_q, q_rows, row_first);
@@ -545,8 +544,8 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
         __syncthreads();
         // The tile's first query and its last one.
         int low = row / q_rows.group, high = min(row + STEP - 1, q_rows.end - 1) / q_rows.group;
-        if (high < warp_key || low - shape.window >= last_key) continue;
-        bool whole = row + STEP <= q_rows.end && low >= last_key && high - shape.window < warp_key;
+        if (high < warp_key || first_key(low, shape.sight) > last_key) continue;
+        bool whole = row + STEP <= q_rows.end && low >= last_key && first_key(high, shape.sight) <= warp_key;
         int above = (warp_key - key) * HEAD;
         add_dkv<DTYPE, HEAD, STACK, STEP, CAPPED>(of_k, of_v, k_tile + above, v_tile + above, tile, facts, warp_key, shape, whole);
     }
@@ -566,9 +565,9 @@ __device__ __forceinline__ void backward_dkv(const u16 *q, const u16 *k, const u
 #define FORWARD_PARAMETERS                                                                                             \
     const void *q, int q_dtype, const void *k, int, const void *v, int, const int *pages, int page_shift,              \
         const int *starts, void *out, int out_dtype, float *lse, int queries, int capacity, int heads, int kv_heads,   \
-        int, int window, float scale, float cap
+        int, int sight, float scale, float cap
 #define FORWARD(...)                                                                                                   \
-    Shape shape = {queries, capacity, heads, kv_heads, window, scale, cap, {pages, page_shift}};                       \
+    Shape shape = {queries, capacity, heads, kv_heads, sight, scale, cap, {pages, page_shift}};                       \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     if (q_dtype == BF16) {                                                                                             \
         forward<BF16, __VA_ARGS__>(q16, k16, v16, starts, out, out_dtype, lse, shape);                                 \
@@ -585,9 +584,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) attention_forward_mma_1
 #define BACKWARD_PARAMETERS                                                                                            \
     const void *q, int q_dtype, const void *k, int, const void *v, int, const void *out, int, const float *lse,        \
         const void *dout, int
-#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int window, float scale, float cap
+#define SHAPE_PARAMETERS int queries, int heads, int kv_heads, int, int sight, float scale, float cap
 #define BACKWARD(PASS, HEAD, STACK, STEP, CAPPED, ...)                                                                 \
-    Shape shape = {queries, queries, heads, kv_heads, window, scale, cap, {}};                                         \
+    Shape shape = {queries, queries, heads, kv_heads, sight, scale, cap, {}};                                         \
     const u16 *q16 = (const u16 *)q, *k16 = (const u16 *)k, *v16 = (const u16 *)v;                                     \
     const u16 *out16 = (const u16 *)out, *dout16 = (const u16 *)dout;                                                  \
     if (q_dtype == BF16) {                                                                                             \

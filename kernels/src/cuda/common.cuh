@@ -241,6 +241,20 @@ __device__ __forceinline__ void add_in_order(const double *terms, i64 count, dou
     if (threadIdx.x == 0) total[0] = sum;
 }
 
+// ---- what queries see -----------------------------------------------------------------------------------------------
+
+// A query sees keys from the first one to its own position. `sight` > 0: the last so many; at least as many as there are keys
+// when there is no window. `sight` < 0: those of its chunk of −sight positions, which has run emulated alone.
+
+__device__ __forceinline__ int first_key(int position, int sight) {
+    return sight > 0 ? position - sight + 1 : position / -sight * -sight;
+}
+
+// The last query that sees a key.
+__device__ __forceinline__ i64 last_query(int key, int sight) {
+    return sight > 0 ? (i64)key + sight - 1 : ((i64)key / -sight + 1) * -sight - 1;
+}
+
 // ---- products of tiles ----------------------------------------------------------------------------------------------
 
 // A tile of a product is 64 × 64 and belongs to a block of 256 threads, 16 × 16 of them: thread (y, x) has rows

@@ -25,7 +25,7 @@ impl Attention for Reference {
         let mut out_bshk = vec![0.0; q.len()];
         let mut lse_bhs = vec![0.0; dims.batch * dims.heads * dims.queries];
         for row in rows(&dims) {
-            let keys = row.keys(starts_b[row.b] as usize, spec.window);
+            let keys = row.keys(starts_b[row.b] as usize, spec);
             let query = &q[row.query(&dims)..][..dims.head_size];
             let key = |j: usize| {
                 let at = row.b * dims.capacity + j;
@@ -98,7 +98,7 @@ impl Attention for Reference {
         let (mut of_q, mut of_k, mut of_v) = (vec![0.0; q.len()], vec![0.0; k.len()], vec![0.0; v.len()]);
         for row in rows(&dims) {
             let (at, width) = (row.query(&dims), dims.head_size);
-            let keys = row.keys(0, spec.window);
+            let keys = row.keys(0, spec);
             let scores: Vec<(f64, f64)> =
                 keys.clone().map(|j| score(dot(&q[at..at + width], &k[row.key(&dims, j)..]), spec)).collect();
             let lse = lse_bhs[row.lse(&dims)];
@@ -156,9 +156,9 @@ fn rows(dims: &AttentionDims) -> impl Iterator<Item = Row> + use<> {
 }
 
 impl Row {
-    fn keys(&self, start: usize, window: Option<usize>) -> std::ops::Range<usize> {
-        let end = start + self.i + 1;
-        end.saturating_sub(window.unwrap_or(end))..end
+    fn keys(&self, start: usize, spec: AttentionSpec) -> std::ops::Range<usize> {
+        let position = start + self.i;
+        spec.first_key(position)..position + 1
     }
 
     fn query(&self, dims: &AttentionDims) -> usize {

@@ -18,11 +18,21 @@ struct Case {
     head_size: usize,
     window: Option<usize>,
     cap: Option<f32>,
+    chunk: Option<usize>,
 }
 
 impl Case {
+    fn in_chunks(self, chunk: usize) -> Self {
+        Self { window: None, chunk: Some(chunk), ..self }
+    }
+
     fn spec(&self) -> AttentionSpec {
-        AttentionSpec { scale: 1.0 / (self.head_size as f32).sqrt(), window: self.window, cap: self.cap }
+        AttentionSpec {
+            scale: 1.0 / (self.head_size as f32).sqrt(),
+            window: self.window,
+            cap: self.cap,
+            chunk: self.chunk,
+        }
     }
 
     fn q_dims(&self) -> [usize; 4] {
@@ -123,7 +133,7 @@ fn multiplies_pairs(backend: &str) -> bool {
 }
 
 fn training(queries: usize, heads: usize, kv_heads: usize, head_size: usize, window: Option<usize>) -> Case {
-    Case { batch: 2, queries, capacity: queries, heads, kv_heads, head_size, window, cap: None }
+    Case { batch: 2, queries, capacity: queries, heads, kv_heads, head_size, window, cap: None, chunk: None }
 }
 
 /// Scores of minus infinity, as products that overflow give them, are keys without weight, wherever they stand among the others.
@@ -139,6 +149,7 @@ fn keys_of_no_weight_before_others_leave_numbers() {
             head_size: 32,
             window: None,
             cap: None,
+            chunk: None,
         };
         // In fp16 nothing is large enough.
         for mix in MIXES.into_iter().filter(|mix| mix.0 != DType::F16) {
@@ -236,22 +247,53 @@ fn scores_beyond_a_cap() {
     }
 }
 
-/// Decoding and chunked prefill: queries that begin at different positions of longer keys.
+/// From less than a block of keys to more than all keys; some whose last query is the first of a block of rows.
+#[test]
+fn chunks() {
+    for chunk in [1, 2, 17, 64, 65, 96, 97, 100, 229, 500] {
+        let case = training(230, 2, 1, 12, None).in_chunks(chunk);
+        case.check_forward(&[0, 0], MIXES[0]);
+        case.check_backward(MIXES[0]);
+    }
+    for mix in MIXES {
+        for (case, chunk) in [(training(150, 6, 2, 64, None), 70), (training(101, 1, 1, 33, None), 8)] {
+            case.in_chunks(chunk).check_forward(&[0, 0], mix);
+            case.in_chunks(chunk).check_backward(mix);
+        }
+    }
+}
+
+/// Queries that see the same whether they are told by chunks, by a window, or by neither.
+#[test]
+fn chunks_that_hide_nothing_change_no_bit() {
+    let plain = training(130, 4, 2, 24, None);
+    for mix in MIXES {
+        let ([q, k, v], dout) = (plain.qkv(mix.0), Host::random(mix.0, &plain.q_dims(), 1.0, 4));
+        for (name, set) in backends_and_pairs() {
+            let run = |case: Case| case.gradients(&set, [&q, &k, &v, &dout], mix.1).map(|all| all.values());
+            let expected = run(plain);
+            assert!(expected == run(plain.in_chunks(130)), "{name}: {mix:?}");
+            assert!(expected == run(Case { window: Some(130), ..plain }), "{name}: {mix:?}, window");
+            assert!(expected != run(plain.in_chunks(129)), "{name}: {mix:?}, one less");
+        }
+    }
+}
+
+#[test]
+#[should_panic(expected = "a window or chunks, not both")]
+fn chunks_with_a_window() {
+    let case = Case { chunk: Some(3), ..training(5, 1, 1, 8, Some(2)) };
+    let [(_, set), ..] = &backends()[..] else { panic!("a backend") };
+    case.forward(set, &case.qkv(DType::F32), &Host::zeros(DType::I32, &[2]), DType::F32);
+}
+
+/// Decoding and prefill in pieces: queries that begin at different positions of longer keys.
 #[test]
 fn starts() {
     for (queries, starts) in [(1, [0, 299]), (3, [7, 200]), (40, [96, 1]), (1, [95, 96])] {
-        for window in [None, Some(50)] {
+        let plain = Case { batch: 2, queries, capacity: 300, ..training(queries, 6, 2, 20, None) };
+        for case in [plain, Case { window: Some(50), ..plain }, plain.in_chunks(48), plain.in_chunks(97)] {
             for mix in MIXES {
-                let case = Case {
-                    batch: 2,
-                    queries,
-                    capacity: 300,
-                    heads: 6,
-                    kv_heads: 2,
-                    head_size: 20,
-                    window,
-                    cap: None,
-                };
                 case.check_forward(&starts, mix);
             }
         }
@@ -270,6 +312,7 @@ fn the_future_is_not_read() {
         head_size: 16,
         window: None,
         cap: None,
+        chunk: None,
     };
     let many = Case { queries: 30, ..case };
     let shared_out = Case { capacity: 640, ..case };
@@ -301,9 +344,9 @@ fn few_queries_on_many_keys() {
         (4, 6, 2, 40),
     ] {
         for (capacity, starts) in [(300, [0, 299]), (520, [255, 256]), (1500, [1400, 3])] {
-            for window in [None, Some(7), Some(300)] {
-                let case =
-                    Case { batch: 2, queries, capacity, heads, kv_heads, head_size, window, cap: None };
+            let plain = Case { batch: 2, capacity, ..training(queries, heads, kv_heads, head_size, None) };
+            let windows = [None, Some(7), Some(300)].map(|window| Case { window, ..plain });
+            for case in windows.into_iter().chain([3, 64, 301].map(|chunk| plain.in_chunks(chunk))) {
                 let starts = starts.map(|start| start.min(capacity - queries));
                 let mix = if queries == 1 { (DType::BF16, DType::BF16) } else { (DType::F32, DType::F16) };
                 case.check_forward(&starts, mix);
@@ -365,10 +408,13 @@ fn pages_change_no_bit() {
         (130, 2, 1, 64, (DType::F16, DType::F16)),
     ] {
         for positions in [64, 128] {
-            for (starts, window, cap) in
-                [([0, 383], None, None), ([200, 63], None, Some(1.0)), ([64, 300], Some(90), None)]
-            {
-                let case = Case { batch: 2, queries, capacity: 384, heads, kv_heads, head_size, window, cap };
+            let plain = Case { capacity: 384, ..training(queries, heads, kv_heads, head_size, None) };
+            for (starts, case) in [
+                ([0, 383], plain),
+                ([200, 63], Case { cap: Some(1.0), ..plain }),
+                ([64, 300], Case { window: Some(90), ..plain }),
+                ([60, 300], plain.in_chunks(100)),
+            ] {
                 let starts = starts.map(|start| start.min(case.capacity - queries));
                 let qkv = case.qkv(mix.0);
                 let paged = InPages::new(&case, &qkv, &starts, positions);
@@ -394,9 +440,16 @@ fn chunks_change_no_bit() {
     if crate::cuda::backends().is_some() {
         return;
     }
-    for (window, mix) in [(None, MIXES[2]), (Some(33), MIXES[2]), (Some(120), MIXES[2]), (Some(33), MIXES[0])]
-    {
-        let case = Case { batch: 1, ..training(260, 2, 1, 32, window) };
+    let plain = Case { batch: 1, ..training(260, 2, 1, 32, None) };
+    let windowed = |window| Case { window: Some(window), ..plain };
+    for (case, mix) in [
+        (plain, MIXES[2]),
+        (windowed(33), MIXES[2]),
+        (windowed(120), MIXES[2]),
+        (windowed(33), MIXES[0]),
+        (plain.in_chunks(50), MIXES[2]),
+        (plain.in_chunks(110), MIXES[0]),
+    ] {
         let qkv = case.qkv(mix.0);
         let row = 2 * case.head_size;
         for (name, set) in backends_and_pairs() {
@@ -408,7 +461,7 @@ fn chunks_change_no_bit() {
                 let starts = Host::of(DType::I32, &[1], [start as f64]);
                 let [out, _] = chunk.forward(&set, &[q, qkv[1].clone(), qkv[2].clone()], &starts, mix.1);
                 let expected = &all.values()[start * row..][..queries * row];
-                assert!(expected == out.values(), "{name}: {queries} from {start}, {window:?} {mix:?}");
+                assert!(expected == out.values(), "{name}: {queries} from {start}, {case:?} {mix:?}");
             }
         }
     }
@@ -430,8 +483,17 @@ fn pages_that_are_not_there() {
             let count = pages.len() + 1;
             let table = Host::of(DType::I32, &[1, pages.len()], pages.iter().map(|page| f64::from(*page)));
             let capacity = pages.len() * 64;
-            let case =
-                Case { batch: 1, queries, capacity, heads: group, kv_heads: 1, head_size, window, cap: None };
+            let case = Case {
+                batch: 1,
+                queries,
+                capacity,
+                heads: group,
+                kv_heads: 1,
+                head_size,
+                window,
+                cap: None,
+                chunk: None,
+            };
             let starts = Host::of(DType::I32, &[1], [f64::from(start)]);
             for (mix, wrong) in MIXES.into_iter().zip([f64::NAN, f64::INFINITY, f64::NAN, f64::INFINITY]) {
                 let q = Host::random(mix.0, &case.q_dims(), 1.5, 1);
@@ -464,16 +526,18 @@ fn what_is_hidden_may_be_anything() {
     if crate::cuda::backends().is_some() {
         return;
     }
-    for (queries, group, at, window) in [
-        (2, 1, 1, None),
-        (5, 2, 4, None),
-        (30, 1, 29, None),
-        (130, 1, 100, None),
-        (60, 3, 40, Some(7)),
-        (230, 1, 2, Some(20)),
-        (230, 1, 120, Some(20)),
+    for (queries, group, at, window, chunk) in [
+        (2, 1, 1, None, None),
+        (5, 2, 4, None, None),
+        (30, 1, 29, None, None),
+        (130, 1, 100, None, None),
+        (60, 3, 40, Some(7), None),
+        (230, 1, 2, Some(20), None),
+        (230, 1, 120, Some(20), None),
+        (230, 1, 120, None, Some(50)),
+        (60, 3, 40, None, Some(9)),
     ] {
-        let case = Case { batch: 1, ..training(queries, group, 1, 18, window) };
+        let case = Case { batch: 1, chunk, ..training(queries, group, 1, 18, window) };
         for (mix, wrong) in MIXES.into_iter().zip([f64::INFINITY, f64::NAN, f64::NAN, f64::NEG_INFINITY]) {
             for operand in 0..4 {
                 let mut of_forward = case.qkv(mix.0);
@@ -572,6 +636,7 @@ fn large_heads() {
         head_size: 576,
         window: None,
         cap: None,
+        chunk: None,
     };
     case.check_forward(&[0], MIXES[0]);
     case.check_backward(MIXES[0]);
@@ -590,6 +655,12 @@ fn long_sequences() {
     }
 }
 
+/// A window of so many positions, or chunks; 0 is neither.
+fn sight(positions: usize, in_chunks: bool) -> (Option<usize>, Option<usize>) {
+    let some = (positions > 0).then_some(positions);
+    if in_chunks { (None, some) } else { (some, None) }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
@@ -599,11 +670,12 @@ proptest! {
         group in 1usize..5,
         head_size in 1usize..40,
         window in 0usize..150,
+        in_chunks: bool,
         cap in prop::option::of(0.3f32..20.0),
         mix in 0..MIXES.len(),
     ) {
-        let window = (window > 0).then_some(window);
-        let case = Case { cap, ..training(queries, kv_heads * group, kv_heads, head_size, window) };
+        let (window, chunk) = sight(window, in_chunks);
+        let case = Case { cap, chunk, ..training(queries, kv_heads * group, kv_heads, head_size, window) };
         case.check_forward(&[0, 0], MIXES[mix]);
         case.check_backward(MIXES[mix]);
     }
@@ -615,11 +687,12 @@ proptest! {
         group in 1usize..5,
         head_size in 1usize..40,
         window in 0usize..150,
+        in_chunks: bool,
         cap in prop::option::of(0.3f32..20.0),
         mix in 0..MIXES.len(),
     ) {
-        let window = (window > 0).then_some(window);
-        let case = Case { batch: 2, queries, capacity: 300, heads: group, kv_heads: 1, head_size, window, cap };
+        let (window, chunk) = sight(window, in_chunks);
+        let case = Case { batch: 2, queries, capacity: 300, heads: group, kv_heads: 1, head_size, window, cap, chunk };
         case.check_forward(&starts, MIXES[mix]);
     }
 }

@@ -54,12 +54,23 @@ fn an_epilogue_is_read_once() {
 #[test]
 fn attention_counts_visible_pairs() {
     let (set, counter) = dry::kernel_set();
-    let (q, k) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::BF16, &[2, 5, 2, 8]));
+    let q = tensor(DType::BF16, &[2, 5, 4, 8]);
     let (mut out, mut lse) = (tensor(DType::BF16, &[2, 5, 4, 8]), tensor(DType::F32, &[2, 4, 5]));
     let starts = tensor(DType::I32, &[2]);
-    for (window, cap, pairs) in [(None, None, 15), (Some(2), None, 9), (Some(2), Some(1.0), 9)] {
+    for (capacity, window, chunk, cap, pairs) in [
+        (5, None, None, None, 15),
+        (5, Some(2), None, None, 9),
+        (5, Some(2), None, Some(1.0), 9),
+        (5, None, Some(3), None, 9),
+        (5, None, Some(1), None, 5),
+        (5, None, Some(8), None, 15),
+        // Where they stand is not known.
+        (8, None, Some(4), None, 20),
+        (8, None, None, None, 30),
+    ] {
+        let k = tensor(DType::BF16, &[2, capacity, 2, 8]);
         counter.reset();
-        let spec = AttentionSpec { scale: 1.0, window, cap };
+        let spec = AttentionSpec { scale: 1.0, window, cap, chunk };
         set.attention
             .forward(
                 q.view(),
@@ -320,7 +331,7 @@ fn shapes_are_checked() {
     let (q, k) = (tensor(DType::F32, &[1, 5, 3, 8]), tensor(DType::F32, &[1, 5, 2, 8]));
     let (mut out, mut lse) = (tensor(DType::F32, &[1, 5, 3, 8]), tensor(DType::F32, &[1, 3, 5]));
     let starts = tensor(DType::I32, &[1]);
-    let spec = AttentionSpec { scale: 1.0, window: None, cap: None };
+    let spec = AttentionSpec { scale: 1.0, window: None, cap: None, chunk: None };
     let _ = set.attention.forward(
         q.view(),
         KeyValues::rows(k.view(), k.view()),

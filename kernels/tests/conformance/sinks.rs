@@ -186,7 +186,7 @@ fn attention_with_sinks() {
                 |heads, scale, seed| Host::random(dtype, &[2, queries, heads, head_size], scale, seed);
             let (q, k, v) = (operand(heads, 1.5, 1), operand(kv_heads, 1.5, 2), operand(kv_heads, 1.0, 3));
             let (sinks, dout) = (Host::random(dtype, &[heads], 2.0, 4), operand(heads, 1.0, 5));
-            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap, chunk: None };
             let operands = [&q, &k, &v, &sinks, &dout];
             let expected = attention(&reference::kernel_set(), operands, spec, DType::F32);
             let group = ((heads / kv_heads) as f64).sqrt();
@@ -213,7 +213,7 @@ fn attention_with_sinks() {
 #[test]
 fn a_sink_is_a_key_without_a_value() {
     let (queries, heads, size, scale) = (37, 3, 12, 0.3);
-    let spec = AttentionSpec { scale, window: None, cap: None };
+    let spec = AttentionSpec { scale, window: None, cap: None, chunk: None };
     let dims = [1, queries, heads, size];
     let [q, k, v, dout] = [1, 2, 3, 4].map(|seed| Host::random(DType::F32, &dims, 1.0, seed));
     let sinks = Host::of(DType::F32, &[heads], [-1.5, 0.25, 2.0]);

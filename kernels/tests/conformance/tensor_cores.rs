@@ -142,7 +142,7 @@ fn attention() {
         for (queries, heads, window) in [(130, (1, 1), None), (37, (8, 2), Some(20))] {
             let dims = [2, queries, heads.0, head_size];
             let k_dims = [2, queries, heads.1, head_size];
-            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap, chunk: None };
             let [q, dout] = [1, 2].map(|seed| Host::random(dtype, &dims, 1.0, seed));
             let [k, v] = [3, 4].map(|seed| Host::random(dtype, &k_dims, 1.0, seed));
             let starts = Host::zeros(DType::I32, &[2]);
@@ -199,7 +199,7 @@ fn missing_pages() {
             let mut out = Host::zeros(if exact { DType::F32 } else { dtype }, &dims);
             let mut lse = Host::zeros(DType::F32, &[1, 2, 120]);
             let keys = KeyValues { k: k.view(), v: v.view(), pages: Some(pages.view()) };
-            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap };
+            let spec = AttentionSpec { scale: 1.0 / (head_size as f32).sqrt(), window, cap, chunk: None };
             let (to, to_lse) = (out.view_mut(), lse.view_mut());
             set.attention.forward(q.view(), keys, starts.view(), to, to_lse, spec).unwrap();
             vec![out]

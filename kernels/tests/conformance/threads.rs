@@ -96,7 +96,7 @@ fn attention_of(dtype: DType, kv_heads: usize, window: Option<usize>, cap: Optio
     let [q, dout] = [1, 4].map(|seed| Host::random(dtype, &q_dims, 1.0, seed));
     let [k, v] = [2, 3].map(|seed| Host::random(dtype, &k_dims, 1.0, seed));
     let starts = Host::zeros(DType::I32, &[2]);
-    let spec = AttentionSpec { scale: 0.2, window, cap };
+    let spec = AttentionSpec { scale: 0.2, window, cap, chunk: None };
     same_for_every_thread_count("attention", |set| {
         let mut out = Host::zeros(dtype, &q_dims);
         let mut lse = Host::zeros(DType::F32, &[2, 6, 210]);
@@ -147,7 +147,7 @@ fn attention_from_a_start() {
         let starts = Host::of(DType::I32, &[3], [0.0, 185.0, 63.0]);
         let table = (0..12).map(|page| if page == 3 { -1.0 } else { f64::from(11 - page) });
         let pages = Host::of(DType::I32, &[3, 4], table);
-        let spec = AttentionSpec { scale: 0.2, window, cap: None };
+        let spec = AttentionSpec { scale: 0.2, window, cap: None, chunk: None };
         let run = |set: &KernelSet| {
             let in_pages = |of: &Host| Host::of(dtype, &[12, 64, 2, 24], of.values());
             let (mut page_k, mut page_v) = (in_pages(&k), in_pages(&v));

@@ -25,6 +25,7 @@ struct Case {
     head_size: usize,
     window: Option<usize>,
     cap: Option<f32>,
+    chunk: Option<usize>,
     operands: DType,
     results: DType,
 }
@@ -72,7 +73,12 @@ impl Case {
     }
 
     fn spec(&self) -> AttentionSpec {
-        AttentionSpec { scale: 1.0 / (self.head_size as f32).sqrt(), window: self.window, cap: self.cap }
+        AttentionSpec {
+            scale: 1.0 / (self.head_size as f32).sqrt(),
+            window: self.window,
+            cap: self.cap,
+            chunk: self.chunk,
+        }
     }
 
     fn q_dims(&self) -> [usize; 4] {
@@ -121,7 +127,9 @@ impl Case {
 
     fn sizes(&self, with_capacity: bool) -> Vec<Argument> {
         let int = |value: usize| Argument::Int(value as i32);
+        // Chunks with a minus.
         let window = self.window.map_or(i32::MAX, |window| window as i32);
+        let window = self.chunk.map_or(window, |chunk| -(chunk as i32));
         let mut sizes = vec![int(self.queries)];
         sizes.extend(with_capacity.then(|| int(self.capacity)));
         sizes.extend([int(self.heads), int(self.kv_heads), int(self.head_size), Argument::Int(window)]);
@@ -260,7 +268,7 @@ impl Case {
             for i in 0..self.queries {
                 for h in 0..self.heads {
                     let end = self.starts[b] + i + 1;
-                    let first = end.saturating_sub(self.window.unwrap_or(end));
+                    let first = self.spec().first_key(end - 1);
                     let query = ((b * self.queries + i) * self.heads + h) * self.head_size;
                     let key = |j: usize| {
                         ((b * self.capacity + j) * self.kv_heads + h / self.group()) * self.head_size
@@ -348,6 +356,7 @@ fn training(queries: usize, heads: (usize, usize), kind: (usize, DType), window:
         head_size: kind.0,
         window,
         cap: None,
+        chunk: None,
         operands: kind.1,
         results: DType::F32,
     }
@@ -419,7 +428,18 @@ fn capped_scores() {
     }
 }
 
-/// Decoding and chunked prefill over caches whose ends are not there yet.
+#[test]
+fn chunks() {
+    let Some(library) = Library::open() else { return };
+    for (i, chunk) in [1, 2, 31, 32, 33, 64, 96, 100, 149, 500, 65, 65, 65, 65].into_iter().enumerate() {
+        let heads = [(1, 1), (4, 1), (2, 2)][i % 3];
+        let case = Case { chunk: Some(chunk), ..training(150, heads, KINDS[i % 4], None) };
+        case.check_forward(&library, 3);
+        case.check_backward(&library, 4);
+    }
+}
+
+/// Decoding and prefill in pieces over caches whose ends are not there yet.
 #[test]
 fn starts_within_longer_caches() {
     let Some(library) = Library::open() else { return };
@@ -434,8 +454,9 @@ fn starts_within_longer_caches() {
     .into_iter()
     .enumerate()
     {
-        for window in [None, Some(50)] {
+        for (window, chunk) in [(None, None), (Some(50), None), (None, Some(60))] {
             let mut case = training(queries, heads, KINDS[i % 4], window);
+            case.chunk = chunk;
             case.starts = starts.to_vec();
             case.capacity = 300;
             case.check_forward(&library, 5);
@@ -458,6 +479,9 @@ fn any_shape() {
         let window = [None, Some(random.between(1, 200))][random.between(0, 1)];
         let queries = random.between(1, 260 / group);
         let mut case = training(queries, (kv_heads * group, kv_heads), KINDS[random.between(0, 3)], window);
+        if seed % 3 == 0 {
+            case.chunk = case.window.take();
+        }
         case.results = [DType::F32, DType::BF16, DType::F16][random.between(0, 2)];
         case.check_backward(&library, seed);
         case.capacity += random.between(0, 150);

@@ -103,6 +103,7 @@ impl Attention {
         let (hidden, eps) = (config.hidden, config.norm_eps);
         let (queries, keys) = (config.query_width(layer), config.kv_width(layer));
         let (before, after) = After::around(config, params, config.family.norms_of_attention());
+        let is_rotated = !config.unrotated.contains(&layer);
         Self {
             before,
             after,
@@ -115,25 +116,31 @@ impl Attention {
                 .projects_values(layer)
                 .then(|| params.linear("self_attn.v_proj", keys, hidden, config.qkv_bias)),
             output: params.linear("self_attn.o_proj", hidden, queries, config.output_bias),
-            qk_norms: config.qk_norm.map(|kind| {
+            qk_norms: config.qk_norm.and_then(|kind| {
                 let [of_query, of_key] = match kind {
                     QkNorm::PerHead | QkNorm::PerRotatedHead => [head_size; 2],
                     QkNorm::AllHeads => [queries, keys],
+                    QkNorm::PerRotatedHeadWithoutWeights => {
+                        let norm = Params::norm_without_weight(eps);
+                        return is_rotated.then_some((kind, norm, norm));
+                    }
                 };
                 let [query, key] = config.family.norms_of_heads();
                 let query = params.norm(query, of_query, eps);
-                (kind, query, params.norm(key, of_key, eps))
+                Some((kind, query, params.norm(key, of_key, eps)))
             }),
             value_norm: config.value_norm.then(|| Params::norm_without_weight(eps)),
             sinks: config.has_sinks.then(|| params.numbers("self_attn.sinks", &[config.heads])),
-            rotary: (!config.unrotated.contains(&layer)).then(|| {
+            rotary: is_rotated.then(|| {
                 match config.window_rope.as_ref().filter(|_| config.windows[layer].is_some()) {
                     Some(rope) => (WINDOW_INV_FREQ, rope.attention_factor()),
                     None => (INV_FREQ, config.rope.attention_factor()),
                 }
             }),
             pairs: config.rope_pairs,
-            factors: factor_inputs(config),
+            factors: factor_inputs(config).filter(|_| {
+                !(is_rotated && config.query_factor.is_some_and(|factor| factor.unrotated_alone))
+            }),
             spec: spec(config, layer, head_size),
             heads: config.heads,
             kv_heads,
@@ -370,7 +377,7 @@ impl Attention {
 
     /// Whether queries and keys are normalized when they have been rotated.
     fn norms_rotated(&self) -> bool {
-        matches!(self.qk_norms, Some((QkNorm::PerRotatedHead, ..)))
+        matches!(self.qk_norms, Some((QkNorm::PerRotatedHead | QkNorm::PerRotatedHeadWithoutWeights, ..)))
     }
 
     /// Whether what projections give is rotated itself.
@@ -409,7 +416,7 @@ impl Attention {
         let Some((kind, q_norm, k_norm)) = self.qk_norms else { return Ok(None) };
         let (dims_q, dims_k) = (self.dims_q(cx), self.dims_k(cx));
         let (q, k) = match kind {
-            QkNorm::PerHead | QkNorm::PerRotatedHead => {
+            QkNorm::PerHead | QkNorm::PerRotatedHead | QkNorm::PerRotatedHeadWithoutWeights => {
                 (projected.q.view().reshape(&dims_q), projected.k.view().reshape(&dims_k))
             }
             QkNorm::AllHeads => (projected.q.view(), projected.k.view()),
@@ -472,6 +479,7 @@ pub(super) fn spec(config: &ModelConfig, layer: usize, head_size: usize) -> Atte
         scale: config.multipliers.attention.unwrap_or_else(|| (head_size as f32).sqrt().recip()),
         window: config.windows[layer],
         cap: config.score_cap,
+        chunk: config.chunks[layer],
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! E experts, X chosen by each token, P = R·X routed rows of a tile ([`Experts`](terrace_kernels::Experts)): a row for each token and choice,
 //! those of an expert together. The weight multiplies what `down` is given, and not what it gives: its gradient is then the product of two rows of F
-//! numbers that backward has anyway. Where `down` has a bias it multiplies what `down` gives, and the bias adds its share to that gradient.
+//! numbers that backward has anyway. In Llama 4 it multiplies h instead, `Σ_j down_j(f(gate_j(w_j·h))·up_j(w_j·h))`. Where `down` has a bias it multiplies what `down` gives, and the bias adds its share to that gradient.
 
 use super::TILE_ROWS;
 use super::layers::{Linear, Norm, Normed, Params, activate, forward_each};
@@ -41,6 +41,8 @@ pub(crate) struct MixtureMlp {
     normalize: bool,
     scale: f32,
     biased: bool,
+    /// Weights multiply what experts are given.
+    weighs_inputs: bool,
     woven: bool,
 }
 
@@ -88,7 +90,8 @@ impl MixtureMlp {
             normalize: mixture.normalize,
             scale: mixture.scale,
             biased,
-            woven: config.family.packing() == Packing::Experts,
+            weighs_inputs: mixture.weighs_inputs,
+            woven: matches!(config.family.packing(), Packing::Experts | Packing::ExpertsTurned),
         }
     }
 
@@ -345,7 +348,7 @@ impl MixtureMlp {
     }
 
     /// The gradient of `h_RD`, f32, added to what it has from elsewhere. Holds, beside gate and up, at most three `[P, F]` tensors and a `[P, D]` one at a time, or
-    /// two and two.
+    /// two and two; or two and three, where weights multiply what experts are given.
     #[expect(clippy::too_many_arguments, reason = "the operands of the formula")]
     fn backward_tile(
         &self,
@@ -390,16 +393,17 @@ impl MixtureMlp {
         let act_PF = activate(cx, self.f, gate_PF, up_PF)?;
         let mut dact_PF = cx.tensor(dims_PF.dims())?;
         self.zero_others(cx, &mut dact_PF)?;
-        let mut weighed_PF = cx.tensor(dims_PF.dims())?;
-        experts.weigh(act_PF.view(), rows_RX, weights_RX, weighed_PF.view_mut())?;
+        let weighed_PF = self.weighed_if(!self.weighs_inputs, cx, routes, act_PF.view())?;
         let dy_PD = self.spread(cx, dy_RD, routes)?;
         let down: [(LayerOf, View<'_>); 1] = [(|expert| expert.down, dy_PD.view())];
-        let x_PF = weighed_PF.view();
+        let x_PF = weighed_PF.as_ref().unwrap_or(&act_PF).view();
         self.backward_experts(weights, routes, &down, x_PF, dact_PF.view_mut(), gradients)?;
         drop(weighed_PF);
         let mut dweights_RX = cx.tensor_of(DType::F32, weights_RX.shape().dims())?;
-        let (act, dweights) = (act_PF.view(), dweights_RX.view_mut());
-        experts.weigh_backward(dact_PF.view_mut(), act, rows_RX, weights_RX, dweights)?;
+        if !self.weighs_inputs {
+            let (act, dweights) = (act_PF.view(), dweights_RX.view_mut());
+            experts.weigh_backward(dact_PF.view_mut(), act, rows_RX, weights_RX, dweights)?;
+        }
         drop(act_PF);
         self.backward_down_biases(cx, weights, routes, dy_PD, dweights_RX.view_mut(), gradients)?;
 
@@ -412,8 +416,15 @@ impl MixtureMlp {
         self.zero_others(cx, &mut dh_PD)?;
         let wide: [(LayerOf, View<'_>); 2] =
             [(|expert| expert.gate, dgate_PF.view()), (|expert| expert.up, dup_PF.view())];
-        self.backward_experts(weights, routes, &wide, h_PD.view(), dh_PD.view_mut(), gradients)?;
+        let weighed_PD = self.weighed_if(self.weighs_inputs, cx, routes, h_PD.view())?;
+        let x_PD = weighed_PD.as_ref().unwrap_or(&h_PD).view();
+        self.backward_experts(weights, routes, &wide, x_PD, dh_PD.view_mut(), gradients)?;
+        drop(weighed_PD);
         self.backward_biases(cx, routes, &wide, gradients)?;
+        if self.weighs_inputs {
+            let (h, dweights) = (h_PD.view(), dweights_RX.view_mut());
+            experts.weigh_backward(dh_PD.view_mut(), h, rows_RX, weights_RX, dweights)?;
+        }
         Ok((dh_PD, dweights_RX))
     }
 
@@ -581,7 +592,7 @@ impl MixtureMlp {
         let dims_PF = [h_RD.shape().rows() * self.chosen, self.feed_forward];
         let mut wide = [cx.tensor(&dims_PF)?, cx.tensor(&dims_PF)?];
         wide.iter_mut().try_for_each(|wide| self.zero_others(cx, wide))?;
-        let h_PD = self.spread(cx, h_RD, routes)?;
+        let h_PD = self.inputs(cx, h_RD, routes)?;
         self.widen_spread(cx, weights, h_PD.view(), routes, wide.each_mut().map(Tensor::view_mut))?;
         Ok(wide)
     }
@@ -601,6 +612,12 @@ impl MixtureMlp {
         Ok(x_PD)
     }
 
+    /// What experts are given: the same, or times its weight.
+    fn inputs(&self, cx: &Context<'_>, h_RD: View<'_>, routes: &Routes<'_>) -> Result<Tensor> {
+        let h_PD = self.spread(cx, h_RD, routes)?;
+        if self.weighs_inputs { self.weighed(cx, routes, h_PD.view()) } else { Ok(h_PD) }
+    }
+
     /// Gate and up of `h_RD`.
     fn widen(
         &self,
@@ -610,7 +627,7 @@ impl MixtureMlp {
         routes: &Routes<'_>,
         wide: [ViewMut<'_>; 2],
     ) -> Result {
-        let h_PD = self.spread(cx, h_RD.view(), routes)?;
+        let h_PD = self.inputs(cx, h_RD.view(), routes)?;
         drop(h_RD);
         self.widen_spread(cx, weights, h_PD.view(), routes, wide)
     }
@@ -646,6 +663,7 @@ impl MixtureMlp {
             Ok(out_PD)
         };
         let out_PD = match self.biased {
+            _ if self.weighs_inputs => down(act_PF)?,
             false => {
                 let weighed_PF = self.weighed(cx, routes, act_PF.view())?;
                 drop(act_PF);
@@ -661,6 +679,17 @@ impl MixtureMlp {
         let mut out = cx.tensor(x.shape().dims())?;
         cx.kernels.experts.weigh(x, routes.rows_RX, routes.final_RX(), out.view_mut())?;
         Ok(out)
+    }
+
+    /// The same, if so.
+    fn weighed_if(
+        &self,
+        is_so: bool,
+        cx: &Context<'_>,
+        routes: &Routes<'_>,
+        x: View<'_>,
+    ) -> Result<Option<Tensor>> {
+        is_so.then(|| self.weighed(cx, routes, x)).transpose()
     }
 
     /// A layer of each busy expert with its rows of x and out.

@@ -55,12 +55,15 @@ impl Mlp {
 
     fn between(config: &ModelConfig, before: Option<Norm>, after: After, params: &mut Params) -> Self {
         let (hidden, feed_forward, bias) = (config.hidden, config.feed_forward, config.mlp_bias);
+        let module = config.family.feed_forward();
+        let mut linear =
+            |name, outputs, inputs| params.linear(&format!("{module}.{name}"), outputs, inputs, bias);
         Self {
             before,
             after,
-            gate: params.linear("mlp.gate_proj", feed_forward, hidden, bias),
-            up: params.linear("mlp.up_proj", feed_forward, hidden, bias),
-            down: params.linear("mlp.down_proj", hidden, feed_forward, bias),
+            gate: linear("gate_proj", feed_forward, hidden),
+            up: linear("up_proj", feed_forward, hidden),
+            down: linear("down_proj", hidden, feed_forward),
             f: config.gate_function,
             hidden,
             feed_forward,

@@ -8,10 +8,11 @@ use std::path::Path;
 use terrace_kernels::DType;
 use terrace_models::{Model, ModelConfig, SafetensorsSource, export_folder, param_count};
 
-const COMPOSITES: [&str; 8] = [
+const COMPOSITES: [&str; 9] = [
     "gemma3_vision",
     "gemma4_vision",
     "gemma4_unified",
+    "llama4_vision",
     "mistral3",
     "ministral3",
     "qwen2_5_vl",
@@ -211,6 +212,7 @@ fn either_place_ties_the_head() {
         ("qwen3_vl", &null, &null, false),
         ("gemma3_vision", &null, &json!(false), false),
         ("gemma3_vision", &null, &null, true),
+        ("llama4_vision", &null, &null, false),
         // Newer savers write true for the whole where nothing was said, whatever there is.
         ("mistral3", &json!(true), &json!(false), false),
         ("mistral3", &json!(true), &null, true),

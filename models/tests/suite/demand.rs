@@ -60,6 +60,17 @@ fn parallel() -> ModelConfig {
     .unwrap()
 }
 
+/// Whose inputs are multiplied, beside one that all tokens go through.
+fn weighed() -> ModelConfig {
+    ModelConfig::parse(
+        r#"{"architectures":["Llama4ForCausalLM"],"vocab_size":101,"hidden_size":64,"intermediate_size":128,"intermediate_size_mlp":192,
+        "num_hidden_layers":6,"num_attention_heads":4,"num_key_value_heads":2,"head_dim":16,"max_position_embeddings":64,
+        "num_local_experts":64,"num_experts_per_tok":2,"moe_layers":[1,2,3,4,5],"attention_chunk_size":9,"floor_scale":7,
+        "initializer_range":0.2}"#,
+    )
+    .unwrap()
+}
+
 type Describe = fn() -> ModelConfig;
 
 #[derive(Clone, Copy)]
@@ -135,12 +146,13 @@ impl Setup {
 
 #[test]
 fn experts_that_no_token_chooses_are_not_read() {
-    let cases: [(Describe, Option<QuantFormat>); 5] = [
+    let cases: [(Describe, Option<QuantFormat>); 6] = [
         (model, None),
         (model, Some(QuantFormat::Int8)),
         (biased, None),
         (shared, Some(QuantFormat::Int4)),
         (parallel, None),
+        (weighed, None),
     ];
     for (model, format) in cases {
         let memory =

@@ -186,7 +186,7 @@ fn hunyuan_normalizes_what_is_rotated() {
     let mixture = found.mixture.as_ref().unwrap();
     assert_eq!((param_count(&found), mixture.experts, mixture.chosen), (80_393_183_232, 64, 8));
     assert_eq!(mixture.shared, Some(SharedExpert { feed_forward: 3072, is_gated: false }));
-    let names = names(&ModelConfig { layers: 1, windows: vec![None], ..found }, 0);
+    let names = names(&ModelConfig { layers: 1, windows: vec![None], chunks: vec![None], ..found }, 0);
     assert!(names.contains(&"model.layers.0.mlp.gate.wg.weight".to_owned()));
     assert!(names.contains(&"model.layers.0.mlp.shared_mlp.down_proj.weight".to_owned()));
     let mut several = hunyuan;

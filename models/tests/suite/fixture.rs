@@ -8,7 +8,7 @@ use terrace_kernels::{DType, KernelSet, cpu, reference};
 use terrace_models::{Model, ModelConfig, Row, SafetensorsSource, TokenBatch};
 use terrace_zero::MicroBatch;
 
-pub const NAMES: [&str; 51] = [
+pub const NAMES: [&str; 53] = [
     "llama2",
     "llama31",
     "llama_biased",
@@ -52,6 +52,8 @@ pub const NAMES: [&str; 51] = [
     "qwen3_5_moe",
     "qwen3_next",
     "gpt_oss",
+    "llama4",
+    "llama4_vision",
     "gemma3_vision",
     "gemma4_vision",
     "gemma4_unified",

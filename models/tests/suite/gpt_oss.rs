@@ -196,10 +196,10 @@ fn an_export_has_no_blocks() {
 }
 
 /// Weights that say where they are.
-struct Places(Vec<ParamSpec>);
+pub struct Places(pub Vec<ParamSpec>);
 
 impl Places {
-    fn value(&self, param: &ParamSpec, index: usize) -> f32 {
+    pub fn value(&self, param: &ParamSpec, index: usize) -> f32 {
         let place = self.0.iter().position(|other| other.name == param.name).unwrap();
         (place * 1_000_003 + index) as f32
     }

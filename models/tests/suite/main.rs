@@ -20,6 +20,7 @@ mod gemma4;
 mod gpt_oss;
 mod keys;
 mod latent;
+mod llama4;
 mod memory;
 mod pages;
 mod parity;

@@ -19,7 +19,7 @@ fn logits_of_every_position() {
 /// A fixture, and what makes its model one without an option that it is there for.
 type Change = (&'static str, fn(&mut ModelConfig));
 
-const IGNORED: [Change; 116] = [
+const IGNORED: [Change; 132] = [
     ("llama2", |config| config.norm_eps = 1e-1),
     ("llama31", |config| config.rope.scaling = RopeScaling::Default),
     ("llama_biased", |config| config.rope.scaling = RopeScaling::Default),
@@ -142,6 +142,22 @@ const IGNORED: [Change; 116] = [
     ("gpt_oss", |config| config.output_bias = false),
     ("gpt_oss", |config| config.rope.scaling = RopeScaling::Default),
     ("gpt_oss", |config| mixture(config).biased = false),
+    ("llama4", |config| config.chunks = vec![None; config.layers]),
+    ("llama4", |config| config.chunks = vec![Some(8), None, Some(8)]),
+    ("llama4", |config| config.unrotated.clear()),
+    ("llama4", |config| config.rope_pairs = RopePairs::Halves),
+    ("llama4", |config| config.rope.scaling = RopeScaling::Default),
+    ("llama4", |config| config.qk_norm = None),
+    ("llama4", |config| config.query_factor = None),
+    ("llama4", |config| config.query_factor.as_mut().unwrap().first = 0),
+    ("llama4", |config| config.query_factor.as_mut().unwrap().unrotated_alone = false),
+    ("llama4", |config| mixture(config).weighs_inputs = false),
+    ("llama4", |config| mixture(config).scores = Scores::Softmax),
+    ("llama4", |config| mixture(config).normalize = true),
+    ("llama4", |config| mixture(config).chosen = 1),
+    ("llama4", |config| mixture(config).shared = None),
+    ("llama4_vision", |config| config.chunks = vec![None; config.layers]),
+    ("llama4_vision", |config| config.qk_norm = Some(QkNorm::PerRotatedHeadWithoutWeights)),
     ("ministral3", |config| config.rope.scaling = RopeScaling::Default),
     ("ministral3", |config| config.query_factor = None),
     ("qwen2_5_vl", |config| config.rope.theta = 10_000.0),

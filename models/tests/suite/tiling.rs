@@ -16,6 +16,7 @@ fn layers_beyond_one_tile() {
         "Gemma3ForCausalLM",
         "Gemma4ForCausalLM",
         "OlmoeForCausalLM",
+        "Llama4ForCausalLM",
     ] {
         compare(config(architecture, 16, 4, 8, TILE_ROWS), 4, TILE_ROWS / 3);
     }
@@ -27,7 +28,11 @@ fn layers_beyond_one_tile() {
 /// Experts whose gradients are complete one after the other give what all of them give at once but for the order of sums; so do their tiles.
 #[test]
 fn experts_in_stages() {
-    let base = config("OlmoeForCausalLM", 16, 4, 8, TILE_ROWS);
+    stages_agree(&config("OlmoeForCausalLM", 16, 4, 8, TILE_ROWS));
+    stages_agree(&config("Llama4ForCausalLM", 16, 4, 8, TILE_ROWS));
+}
+
+fn stages_agree(base: &ModelConfig) {
     let staged = |at_once| {
         let mixture = base.mixture.clone().map(|mixture| Mixture { experts_at_once: at_once, ..mixture });
         ModelConfig { mixture, ..base.clone() }
@@ -68,6 +73,8 @@ fn logits_beyond_one_tile() {
 
 const OF_GEMMA4: &str = r#""hidden_size_per_layer_input": 0, "global_head_dim": 4, "attention_k_eq_v": true, "final_logit_softcapping": 2.0,"#;
 
+const OF_LLAMA4: &str = r#""intermediate_size_mlp": 8, "num_local_experts": 3, "attention_chunk_size": 100, "use_qk_norm": false,"#;
+
 fn config(
     architecture: &str,
     vocab: usize,
@@ -75,7 +82,11 @@ fn config(
     feed_forward: usize,
     positions: usize,
 ) -> ModelConfig {
-    let more = if architecture == "Gemma4ForCausalLM" { OF_GEMMA4 } else { "" };
+    let more = match architecture {
+        "Gemma4ForCausalLM" => OF_GEMMA4,
+        "Llama4ForCausalLM" => OF_LLAMA4,
+        _ => "",
+    };
     config_with(architecture, more, vocab, hidden, feed_forward, positions)
 }
 
