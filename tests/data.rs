@@ -224,7 +224,9 @@ fn no_data_is_an_error() {
         let error = Build::default().run(name, text).unwrap_err();
         assert!(error.contains("no data"), "{error}");
     }
-    assert!(Build::default().run("d.csv", "a,b").unwrap_err().contains("must end in .jsonl or .txt"));
+    assert!(
+        Build::default().run("d.csv", "a,b").unwrap_err().contains("must end in .jsonl, .ndjson or .json")
+    );
     let masked = r#"{"input_ids": [1, 2], "labels": [-100, -100]}"#;
     assert!(Build::default().run("d.jsonl", masked).unwrap_err().contains("carries loss"));
     let missing = Build::default().open(Path::new("/nowhere/d.jsonl"), Path::new("/tmp")).unwrap_err();

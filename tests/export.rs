@@ -133,6 +133,7 @@ fn what_does_not_belong_together_is_refused() {
 
     let model = bench.path("model");
     export(&bench, &state, "model").fails(2, &["is the folder of --model"]);
+    export(&bench, &state, "out/.terrace").fails(2, &["is a directory of training state", "another folder"]);
     // An export is replaced by the next, whatever wrote the one before; a copy of the model is somebody's.
     export(&bench, &state, "good").ok();
     fs::create_dir(bench.path("copy")).unwrap();

@@ -307,6 +307,11 @@ fn a_damaged_manifest_is_named() {
             &["neither slot of", "manifest.bin is whole", "from a copy"],
         );
         assert!(is_damaged(&found, older) && is_damaged(&found, newer) && found["step"].is_null());
+        let said = ["neither of the two slots of its manifest is whole", "none can be read", "from a copy"];
+        let exported = cmd(&["export"]).path("--model", &run.bench.path("model"));
+        let exported = dirs.iter().fold(exported, |exported, dir| exported.path("--disk", dir));
+        exported.path("--output", &run.bench.path("export")).fails(1, &said);
+        finetune(&run.bench, "out", &run.memory, &dirs, DONE).args(&["--resume"]).fails(1, &said);
         assert_eq!(bytes(&dirs), before);
     }
 }

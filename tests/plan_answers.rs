@@ -29,8 +29,8 @@ fn batches_that_cannot_be_are_refused_as_by_the_run() {
             &["--seq-len", "24", "--batch-size", "100000000"],
             &["more tokens than a micro-batch can have", "--grad-accum"],
         ),
-        (&["--batch-size", "4294967296"], &["--batch-size 4294967296 is beyond reason"]),
-        (&["--grad-accum", "4294967296"], &["--grad-accum 4294967296 is beyond reason"]),
+        (&["--batch-size", "4294967296"], &["--batch-size 4294967296 is too large"]),
+        (&["--grad-accum", "4294967296"], &["--grad-accum 4294967296 is too large"]),
     ] {
         plan(&bench).args(flags).fails(2, parts);
         let run = bench.finetune("out").args(&["--device", "cpu"]);

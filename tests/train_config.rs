@@ -125,7 +125,7 @@ fn contradictions_are_refused() {
         ("--disk /proc/self/cwd --disk .", None, "given twice, also as"),
         ("--disk none/here --disk ./none/here", None, "given twice, also as"),
         ("--disk /a", Some(memory_only), "add --offload disk"),
-        ("--batch-size 99999999999", None, "beyond reason"),
+        ("--batch-size 99999999999", None, "is too large: at most 4294967295"),
     ] {
         let error = resolve(line, file, Some(2048)).expect_err(line);
         assert!(error.contains(reason), "{error}");

@@ -119,7 +119,6 @@ impl Family {
             Self::Qwen35 => {
                 Defaults { kv_heads: Some(4), head_size: Some(256), positions: 32_768, eos: &[], ..LLAMA }
             }
-            Self::Llama4 => self.defaults_with_experts(),
             Self::Mixtral
             | Self::Qwen2Moe
             | Self::Qwen3Moe
@@ -129,7 +128,7 @@ impl Family {
             Self::Glm4Moe | Self::Glm4MoeLite | Self::DeepseekV2 | Self::DeepseekV3 | Self::Ernie45Moe => {
                 self.defaults_with_experts()
             }
-            Self::HunYuanMoe | Self::MiniMaxM2 | Self::GptOss => self.defaults_with_experts(),
+            Self::Llama4 | Self::HunYuanMoe | Self::MiniMaxM2 | Self::GptOss => self.defaults_with_experts(),
         }
     }
 

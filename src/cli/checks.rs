@@ -160,6 +160,15 @@ fn missing(path: &Path) -> Vec<PathBuf> {
 /// # Errors
 /// The output holds a model of somebody else; or as [`output`].
 pub fn export_output(output: &Path, model: &Path) -> Result<(), CliError> {
+    if let Some(file) =
+        ["manifest.bin", "state.bin"].map(|name| output.join(name)).iter().find(|file| file.exists())
+    {
+        return Err(CliError::Usage(format!(
+            "--output {} is a directory of training state ({} is there), and who removes that would remove the model too; give another folder",
+            output.display(),
+            file.display()
+        )));
+    }
     let is_earlier = || {
         output.join("metrics.jsonl").exists()
             || SafetensorsSource::open(output).is_ok_and(|found| found.is_export())

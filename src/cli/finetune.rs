@@ -255,9 +255,8 @@ fn say_plan(engine: &Engine, run: &TrainConfig, loading: Instant) -> Windows {
     let (on_host, on_disk) = engine.kept_elsewhere();
     let by = |blocks, place| if blocks > 0 { format!(", {blocks} {place}") } else { String::new() };
     let elsewhere = by(on_host, "in host memory") + &by(on_disk, "on disk");
-    eprintln!(
-        "{keeping} of {blocks} blocks keep their activations for backward{elsewhere}, the rest recomputes them"
-    );
+    let rest = if keeping < blocks { ", the rest recomputes them" } else { "" };
+    eprintln!("{keeping} of {blocks} blocks keep their activations for backward{elsewhere}{rest}");
     eprintln!("{}", engine.plan_summary());
     let note =
         run.durability.note(run.save_every.is_some(), run.resume).filter(|_| run.offload == Offload::Disk);

@@ -337,7 +337,8 @@ impl Parser<'_> {
     }
 
     /// A number, a keyword, or an unquoted string. The first two end at a comma, a bracket, a comment or the end of the line;
-    /// whatever does not read as one of them is a string up to the end of the line.
+    /// whatever does not read as one of them is a string up to the end of the line. What Python writes for numbers that are not finite
+    /// ends as numbers do, and is one of those words.
     fn bare(&mut self) -> Kind {
         let line = self.rest.lines().next().unwrap_or("");
         let end = line.find([',', '}', ']', '#']).unwrap_or(line.len());
@@ -348,6 +349,7 @@ impl Parser<'_> {
             "true" => (Kind::Bool(true), word),
             "false" => (Kind::Bool(false), word),
             _ if is_number(word) => (Kind::Number(word.into()), word),
+            "NaN" | "Infinity" | "-Infinity" => (Kind::String(word.into()), word),
             _ => (Kind::String(line.trim_end().into()), line),
         };
         for _ in text.chars() {
@@ -417,6 +419,8 @@ mod tests {
             ("{'a': 'it\\'s'}", "{a:\"it's\"}"),
             (r#""\u0041\n\ud83d\ude00""#, "\"A\\n😀\""),
             ("{a: 01\n}", "{a:\"01\"}"),
+            ("{\"a\": NaN, \"b\": -Infinity}", "{a:\"NaN\",b:\"-Infinity\"}"),
+            ("{a: NaNs, b}\n}", "{a:\"NaNs, b}\"}"),
             ("\u{feff}{}", "{}"),
             ("{a: true}", "{a:true}"),
             ("# no braces\na: 1\n'b' /* two */ : {c: [2]},\n\"d\": text\n", "{a:1,b:{c:[2]},d:\"text\"}"),

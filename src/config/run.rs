@@ -312,7 +312,9 @@ fn usage<T>(message: impl Into<String>) -> Result<T, CliError> {
 pub fn count(name: &str, value: Option<u64>) -> Result<usize, CliError> {
     match u32::try_from(value.unwrap_or(1)) {
         Ok(value) => Ok(value as usize),
-        Err(_) => usage(format!("{name} {} is beyond reason", value.unwrap_or(1))),
+        Err(_) => {
+            usage(format!("{name} {} is too large: at most {} are possible", value.unwrap_or(1), u32::MAX))
+        }
     }
 }
 

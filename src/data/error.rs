@@ -32,7 +32,7 @@ pub enum DataError {
         path: PathBuf,
     },
     /// The file's name does not say what it holds.
-    #[error("{}: cannot tell the format; the name must end in .jsonl or .txt", path.display())]
+    #[error("{}: cannot tell the format; the name must end in .jsonl, .ndjson or .json for rows, in .txt or .text for text", path.display())]
     Format {
         /// The data file.
         path: PathBuf,

@@ -199,9 +199,14 @@ impl Volume {
         let mut cycle: Option<Cycle> = None;
         let (mut version, mut mends) = (VERSION, Vec::new());
         for (index, path) in paths.iter().enumerate() {
-            let file = OpenFile::open(engine, path, mode)?;
-            let (header, mend) = find_header(engine, &file, path)?;
             let foreign = |detail| TierError::Foreign { path: path.clone(), detail };
+            let file = OpenFile::open(engine, path, mode).map_err(|error| match error {
+                error if is_missing(&error) => foreign(
+                    "is not there, and holds a part of the training state: mount its drive, or restore it from a copy".to_owned(),
+                ),
+                other => other.into(),
+            })?;
+            let (header, mend) = find_header(engine, &file, path)?;
             let place = (index as u32, paths.len() as u32, id, bytes);
             let part = match header {
                 Header::Part(part) if (part.index, part.count, part.id, part.bytes) == place => part,

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use terrace_aio::IoEngine;
 use terrace_aio::engine::{EngineChoice, EngineConfig, open_default};
 use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, Scratch, StoreSpec, Striping,
-    TierError, free_space,
+    Access, BlobKey, BlobKind, BlobSpec, DiskStore, Generation, GroupSpec, Lease, Scratch, StoreSpec,
+    StoreView, Striping, TierError, free_space,
 };
 
 const CHUNK: u64 = 1 << 17;
@@ -286,7 +286,7 @@ fn a_missing_or_truncated_file_is_named() {
     file.set_len(100).unwrap();
     says(&reopened(&dirs).unwrap_err(), &["b/state.bin", "truncated"]);
     std::fs::remove_file(&path).unwrap();
-    says(&reopened(&dirs).unwrap_err(), &["b/state.bin", "No such file"]);
+    says(&reopened(&dirs).unwrap_err(), &["b/state.bin is not there", "mount its drive"]);
     let manifest = dirs[0].join("manifest.bin");
     OpenOptions::new().write(true).open(&manifest).unwrap().set_len(8192).unwrap();
     says(&reopened(&dirs).unwrap_err(), &["manifest.bin", "truncated"]);
@@ -309,6 +309,20 @@ fn a_flipped_byte_in_a_chunk_is_named() {
     assert_eq!(reopened(&dirs).unwrap(), 1);
 }
 
+/// What cannot be looked at may be there.
+#[test]
+fn a_manifest_that_cannot_be_looked_for_is_not_said_to_be_missing() {
+    let root = tempfile::tempdir().unwrap();
+    let dirs = dirs(root.path(), &["a"]);
+    made(&dirs);
+    let manifest = dirs[0].join("manifest.bin");
+    std::fs::remove_file(&manifest).unwrap();
+    let looked = || StoreView::open(&engine(), &dirs, Access::Look).unwrap_err();
+    says(&looked(), &["holds no training state", "no manifest"]);
+    std::os::unix::fs::symlink("manifest.bin", &manifest).unwrap();
+    says(&looked(), &["looking for", "a/manifest.bin: Too many levels of symbolic links"]);
+}
+
 #[test]
 fn one_broken_slot_falls_back_and_two_are_refused() {
     let root = tempfile::tempdir().unwrap();
@@ -321,9 +335,8 @@ fn one_broken_slot_falls_back_and_two_are_refused() {
     assert_eq!(reopened(&dirs).unwrap(), 0, "the older step is still whole");
     flip(&manifest, older + 60);
     let error = reopened(&dirs).unwrap_err();
-    assert!(matches!(error, TierError::Damaged { .. }));
-    says(&error, &["manifest.bin", "neither of the two slots"]);
-    assert!(matches!(created(&dirs), TierError::Damaged { .. }), "nor is it overwritten");
+    says(&error, &["manifest.bin", "neither of the two slots", "none can be read", "from a copy"]);
+    assert!(matches!(created(&dirs), TierError::NoLayout { .. }), "nor is it overwritten");
     flip(&manifest, newer + 60);
     assert_eq!(reopened(&dirs).unwrap(), 1);
     let len = std::fs::metadata(&manifest).unwrap().len();

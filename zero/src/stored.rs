@@ -9,7 +9,9 @@ use crate::network::{Network, ParamGroup};
 use crate::{Block, EngineError, ParamSpec, Result, WeightReader};
 use std::collections::VecDeque;
 use terrace_kernels::DType;
-use terrace_tiers::{BlobKey, BlobKind, BlobSpec, Commit, GroupSpec, Lease, PendingRead, Pool, StoreView};
+use terrace_tiers::{
+    BlobKey, BlobKind, BlobSpec, Commit, GroupSpec, Lease, PendingRead, Pool, StoreView, TierError,
+};
 
 /// Chunks in flight ahead of the one that is used.
 const READS_AHEAD: usize = 3;
@@ -42,10 +44,13 @@ impl StoredWeights {
     pub fn open(view: StoreView, commit: Commit, blocks: Vec<Box<dyn Block>>, dtype: DType) -> Result<Self> {
         view.require_whole()?;
         let Some(facts) = view.commit(commit) else {
-            return Err(EngineError::Config(match commit {
-                Commit::Last => "no step of the training state is whole".into(),
-                Commit::Previous => "the training state keeps no previous step".into(),
-            }));
+            return Err(match commit {
+                Commit::Last => {
+                    let detail = "neither of the two slots of its manifest is whole".into();
+                    TierError::NoLayout { path: view.manifest_path().to_owned(), detail }.into()
+                }
+                Commit::Previous => EngineError::Config("the training state keeps no previous step".into()),
+            });
         };
         let network = Network::new(blocks, dtype)?;
         let spec = view.spec();

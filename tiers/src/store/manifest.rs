@@ -325,7 +325,7 @@ impl Manifest {
         let Some(newest) = newest_of(&found).cloned() else {
             if is_lost {
                 let detail = "neither of the two slots of its manifest is whole".into();
-                return Err(TierError::Damaged { path: self.path.clone(), detail });
+                return Err(TierError::NoLayout { path: self.path.clone(), detail });
             }
             return Ok(None);
         };

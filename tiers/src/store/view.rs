@@ -113,14 +113,16 @@ impl StoreView {
     pub fn open(engine: &Arc<dyn IoEngine>, dirs: &[PathBuf], access: Access) -> Result<Self, TierError> {
         super::require_dirs(dirs)?;
         let world = World::of(&**engine);
-        let is_missing = |dir: &&PathBuf| world == World::Real && !dir.is_dir();
-        if let Some(dir) = dirs.iter().find(is_missing) {
-            let detail = "there is no such directory".into();
-            return Err(TierError::NoState { path: dir.clone(), detail });
+        for dir in dirs.iter().filter(|_| world == World::Real) {
+            if !is_there(dir)? || !dir.is_dir() {
+                let detail = "there is no such directory".into();
+                return Err(TierError::NoState { path: dir.clone(), detail });
+            }
         }
         // A directory without state gets no lock file.
-        if !engine.exists(&dirs[0].join(manifest::FILE_NAME)) {
-            let path = dirs[0].join(manifest::FILE_NAME);
+        let path = dirs[0].join(manifest::FILE_NAME);
+        let has_manifest = if world == World::Real { is_there(&path)? } else { engine.exists(&path) };
+        if !has_manifest {
             let error = TierError::NoState { path, detail: "there is no manifest".into() };
             return Err(hint_at_order(engine, dirs, error));
         }
@@ -312,4 +314,13 @@ impl Slot {
 
 fn share_all(dirs: &[PathBuf]) -> Result<Vec<DirLock>, TierError> {
     dirs.iter().filter_map(|dir| DirLock::share(dir).transpose()).collect()
+}
+
+/// Whether there is anything at `path`, which may be where this process must not look.
+fn is_there(path: &Path) -> Result<bool, TierError> {
+    path.try_exists().map_err(|source| TierError::File {
+        doing: "looking for",
+        path: path.to_owned(),
+        source,
+    })
 }
