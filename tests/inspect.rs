@@ -486,7 +486,9 @@ fn a_report_for_people_and_what_is_refused() {
     cmd(&["inspect"]).fails(2, &["<PATH>"]);
     let by_place = cmd(&["inspect"]).args(&[state[0].to_str().unwrap()]).ok();
     assert_eq!(by_place.stdout, inspect(&state, &[]).ok().stdout, "the flag may be left out");
-    assert_eq!(inspect(&state, &["--json"]).ok().json()["whole"], Value::Null, "nothing was verified");
+    let document = inspect(&state, &["--json"]).ok().json();
+    assert_eq!(document["whole"], Value::Null, "nothing was verified");
+    assert_eq!(document["identity"]["optimizer"], "adamw, beta1 0.9, beta2 0.999, eps 1e-8, weight_decay 0");
     assert!(!bench.path("out").join("terrace.lock").exists());
     let file = bench.path("data.jsonl");
     inspect(&[file], &[]).fails(1, &["data.jsonl", "no such directory"]);

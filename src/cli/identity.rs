@@ -73,9 +73,14 @@ impl Identity {
         Self { entries, text: spec.identity.clone() }
     }
 
-    /// As a document: its entries, or the text if it has none.
+    /// As a document: its entries, structures in words, or the text if it has none.
     pub fn document(&self) -> Value {
-        if self.entries.is_empty() { json!(self.text) } else { Value::Object(self.entries.clone()) }
+        if self.entries.is_empty() {
+            return json!(self.text);
+        }
+        let in_words =
+            |value: &Value| value.as_str().map_or_else(|| value.clone(), |text| words::of(text).into());
+        Value::Object(self.entries.iter().map(|(name, value)| (name.clone(), in_words(value))).collect())
     }
 
     /// A line for every entry: name and value in words.

@@ -24,7 +24,7 @@ fn a_stub_is_no_driver() {
         let message = refusal(CudaDevice::open(0));
         assert_says(
             &message,
-            &["driver cannot be used", "libcuda", "stub", "LD_LIBRARY_PATH", "--device cpu"],
+            &["driver cannot be used", "libcuda", "stub", "LD_LIBRARY_PATH", "`HostDevice`"],
         );
         let probe = probe();
         assert_eq!((probe.devices.len(), probe.problem), (0, Some(message)));
@@ -64,7 +64,7 @@ fn a_wrong_number_is_told_how_many_there_are() {
 fn an_old_card_is_refused() {
     scene("errors::an_old_card_is_refused", &[("TERRACE_MOCK_SM", "75")], || {
         let message = refusal(CudaDevice::open(0));
-        assert_says(&message, &["Mock Accelerator 0", "7.5", "8.0 or newer", "bf16", "--device cpu"]);
+        assert_says(&message, &["Mock Accelerator 0", "7.5", "8.0 or newer", "bf16", "`HostDevice`"]);
         assert_eq!(probe().devices.len(), 1, "a report lists it all the same");
     });
 }
