@@ -245,18 +245,23 @@ fn attention_out(set: &KernelSet, q: &Host, k: &Host, v: &Host, spec: AttentionS
     [out, lse]
 }
 
-#[test]
-fn attention() {
-    let set = reference::kernel_set();
-    for (window, cap, chunk) in [
+/// With and without what may hide or bend scores.
+fn specs() -> impl Iterator<Item = AttentionSpec> {
+    let sights = [
         (None, None, None),
         (Some(2), None, None),
         (None, Some(0.7), None),
         (Some(2), Some(0.7), None),
         (None, None, Some(3)),
         (None, Some(0.7), Some(3)),
-    ] {
-        let spec = AttentionSpec { scale: 0.6, window, cap, chunk };
+    ];
+    sights.into_iter().map(|(window, cap, chunk)| AttentionSpec { scale: 0.6, window, cap, chunk })
+}
+
+#[test]
+fn attention() {
+    let set = reference::kernel_set();
+    for spec in specs() {
         let (q_dims, k_dims) = ([1, 5, 4, 3], [1, 5, 2, 3]);
         let (q, k, v, c) = (f32s(&q_dims, 1), f32s(&k_dims, 2), f32s(&k_dims, 3), f32s(&q_dims, 4));
         let [out, lse] = attention_out(&set, &q, &k, &v, spec);
@@ -287,15 +292,7 @@ fn attention() {
 #[test]
 fn attention_with_sinks() {
     let set = reference::kernel_set();
-    for (window, cap, chunk) in [
-        (None, None, None),
-        (Some(2), None, None),
-        (None, Some(0.7), None),
-        (Some(2), Some(0.7), None),
-        (None, None, Some(3)),
-        (None, Some(0.7), Some(3)),
-    ] {
-        let spec = AttentionSpec { scale: 0.6, window, cap, chunk };
+    for spec in specs() {
         let (q_dims, k_dims) = ([1, 5, 4, 3], [1, 5, 2, 3]);
         let (q, k, v, c) = (f32s(&q_dims, 1), f32s(&k_dims, 2), f32s(&k_dims, 3), f32s(&q_dims, 4));
         let of_heads = Host::of(DType::F32, &[4], [-1.0, 0.0, 0.7, 2.5]);
