@@ -342,8 +342,10 @@ fn paging(op: &str, pages: View<'_>, batch: usize, cache: Shape) -> Paging {
     Paging { pages, positions, per_sequence }
 }
 
-/// What queries see.
-pub fn sight(AttentionSpec { window, chunk, .. }: AttentionSpec) {
+/// What queries see, and what scores are multiplied with and capped by.
+pub fn attention_spec(AttentionSpec { scale, window, cap, chunk }: AttentionSpec) {
+    assert!(scale > 0.0, "attention: scores are multiplied by a positive number");
+    assert!(cap.is_none_or(|cap| cap > 0.0), "attention: a cap is positive");
     assert!(window != Some(0) && chunk != Some(0), "attention: a query sees at least its own position");
     assert!(window.is_none() || chunk.is_none(), "attention: a window or chunks, not both");
 }

@@ -110,11 +110,11 @@ impl Counter {
     /// `of_pair`: operations of each visible pair for every element of a head, and those of a cap.
     fn attention(&self, dims: &check::AttentionDims, of_pair: [usize; 2], spec: AttentionSpec) {
         let pairs = visible_pairs(dims.queries, dims.capacity, spec);
+        let pairs = times(&[dims.batch as u64, dims.heads as u64, pairs]);
         let [of_element, of_cap] = of_pair.map(|flops| flops as u64);
-        let counts =
-            [(&self.attention_flops, of_element * dims.head_size as u64), (&self.other_flops, of_cap)];
-        for (count, each) in counts.into_iter().take(1 + usize::from(spec.cap.is_some())) {
-            add(count, times(&[dims.batch as u64, dims.heads as u64, pairs, each]));
+        add(&self.attention_flops, times(&[pairs, of_element, dims.head_size as u64]));
+        if spec.cap.is_some() {
+            add(&self.other_flops, times(&[pairs, of_cap]));
         }
     }
 }

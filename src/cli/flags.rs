@@ -41,10 +41,7 @@ const FLAGS: [(&str, &str); 33] = [
 
 /// A message in the words of the command.
 pub(crate) fn in_flags(message: &str) -> String {
-    let replace = |text: String, (field, flag): &(&str, &str)| {
-        if text.contains(field) { text.replace(field, flag) } else { text }
-    };
-    FLAGS.iter().fold(message.to_owned(), replace)
+    FLAGS.iter().fold(message.to_owned(), |text, (field, flag)| text.replace(field, flag))
 }
 
 #[cfg(test)]

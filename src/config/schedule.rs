@@ -50,7 +50,7 @@ impl ScheduleChoice {
 
     /// Whether the rate of a step depends on how long the run is.
     pub fn depends_on_length(&self) -> bool {
-        self.complete(0, 0.0).has_end() && self.total_steps.is_none()
+        self.kind.has_end() && self.total_steps.is_none()
     }
 
     /// Whether the schedule begins with a warm-up of so many steps.

@@ -9,9 +9,7 @@ use crate::network::{Network, ParamGroup};
 use crate::{Block, EngineError, ParamSpec, Result, WeightReader};
 use std::collections::VecDeque;
 use terrace_kernels::DType;
-use terrace_tiers::{
-    BlobKey, BlobKind, BlobSpec, Commit, GroupSpec, Lease, PendingRead, Pool, StoreView, TierError,
-};
+use terrace_tiers::{BlobKey, BlobKind, BlobSpec, Commit, GroupSpec, Lease, PendingRead, Pool, StoreView};
 
 /// Chunks in flight ahead of the one that is used.
 const READS_AHEAD: usize = 3;
@@ -45,10 +43,7 @@ impl StoredWeights {
         view.require_whole()?;
         let Some(facts) = view.commit(commit) else {
             return Err(match commit {
-                Commit::Last => {
-                    let detail = "neither of the two slots of its manifest is whole".into();
-                    TierError::NoLayout { path: view.manifest_path().to_owned(), detail }.into()
-                }
+                Commit::Last => view.no_commit().into(),
                 Commit::Previous => EngineError::Config("the training state keeps no previous step".into()),
             });
         };

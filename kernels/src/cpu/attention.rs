@@ -169,9 +169,7 @@ impl<'t> Geometry<'t> {
     /// If heads are larger than working memory is planned for, the scale or the cap is not positive, or a page is none of those there are.
     pub fn new(dims: AttentionDims, table: Option<&'t [i32]>, spec: AttentionSpec) -> Self {
         assert!(dims.head_size <= HEAD_MAX, "attention: heads of {} exceed {HEAD_MAX}", dims.head_size);
-        assert!(spec.scale > 0.0, "attention: scores are multiplied by a positive number");
-        assert!(spec.cap.is_none_or(|cap| cap > 0.0), "attention: a cap is positive");
-        check::sight(spec);
+        check::attention_spec(spec);
         let paging = dims.paging.zip(table);
         if let Some((paging, table)) = &paging {
             check::pages(paging, table);

@@ -293,12 +293,12 @@ fn number(op: &'static str, what: &'static str, value: usize) -> Result<u32> {
 
 /// What a query sees, the scale, and the cap, which kernels without one do not read.
 fn with_spec(arguments: Arguments, spec: AttentionSpec) -> Arguments {
+    check::attention_spec(spec);
     arguments.int(sight(spec)).float(spec.scale).float(spec.cap.unwrap_or(0.0))
 }
 
 /// What a query sees, as `first_key` of `common.cuh` reads it: the window, or the size of chunks with a minus.
 fn sight(spec: AttentionSpec) -> i32 {
-    check::sight(spec);
     let int = |positions: usize| i32::try_from(positions).unwrap_or(i32::MAX);
     match (spec.chunk, spec.window) {
         (Some(chunk), _) => -int(chunk),

@@ -662,14 +662,14 @@ impl MixtureMlp {
             forward_each(cx, weights, layers)?;
             Ok(out_PD)
         };
-        let out_PD = match self.biased {
-            _ if self.weighs_inputs => down(act_PF)?,
-            false => {
-                let weighed_PF = self.weighed(cx, routes, act_PF.view())?;
-                drop(act_PF);
-                down(weighed_PF)?
-            }
-            true => self.weighed(cx, routes, down(act_PF)?.view())?,
+        let out_PD = if self.weighs_inputs {
+            down(act_PF)?
+        } else if self.biased {
+            self.weighed(cx, routes, down(act_PF)?.view())?
+        } else {
+            let weighed_PF = self.weighed(cx, routes, act_PF.view())?;
+            drop(act_PF);
+            down(weighed_PF)?
         };
         Ok(cx.kernels.experts.collect(out_PD.view(), routes.rows_RX, residual, y_RD)?)
     }

@@ -105,6 +105,20 @@ pub enum Warmup {
     Linear,
 }
 
+impl ScheduleKind {
+    /// Whether the rate of a step depends on [how many there are](Schedule::total_steps).
+    pub fn has_end(&self) -> bool {
+        !matches!(
+            self,
+            Self::Constant
+                | Self::InverseSqrt { .. }
+                | Self::WarmupLr { .. }
+                | Self::OneCycle(_)
+                | Self::LrRangeTest { .. }
+        )
+    }
+}
+
 impl Schedule {
     /// The rate `base_lr` at every step.
     pub fn constant(base_lr: f64) -> Self {
@@ -181,18 +195,6 @@ impl Schedule {
         self.validate().map(|()| self)
     }
 
-    /// Whether the rate of a step depends on [`total_steps`](Self::total_steps).
-    pub fn has_end(&self) -> bool {
-        !matches!(
-            self.kind,
-            ScheduleKind::Constant
-                | ScheduleKind::InverseSqrt { .. }
-                | ScheduleKind::WarmupLr { .. }
-                | ScheduleKind::OneCycle(_)
-                | ScheduleKind::LrRangeTest { .. }
-        )
-    }
-
     /// Refuses values for which the schedule is undefined, in DeepSpeed's and transformers' ranges, and a warm-up that is longer than
     /// a run with an end: the rate would fall from its height to its end at once.
     ///
@@ -204,7 +206,7 @@ impl Schedule {
         };
         non_negative("learning rate", self.base_lr)?;
         check("min_ratio", self.min_ratio, "between 0 and 1", (0.0..=1.0).contains(&self.min_ratio))?;
-        if self.has_end() && self.warmup_steps > self.total_steps {
+        if self.kind.has_end() && self.warmup_steps > self.total_steps {
             let (warmup, total) = (self.warmup_steps, self.total_steps);
             return Err(OptimizerError::Warmup { warmup, total });
         }

@@ -324,8 +324,7 @@ impl Manifest {
         let is_lost = found[0] != Found::Blank || is_later(&found[1]);
         let Some(newest) = newest_of(&found).cloned() else {
             if is_lost {
-                let detail = "neither of the two slots of its manifest is whole".into();
-                return Err(TierError::NoLayout { path: self.path.clone(), detail });
+                return Err(self.neither_is_whole());
             }
             return Ok(None);
         };
@@ -334,6 +333,11 @@ impl Manifest {
         }
         let passed_over = PassedOver::of(&found, &newest);
         Ok(Some((newest, passed_over)))
+    }
+
+    /// There were commits, and none can be trusted.
+    pub(super) fn neither_is_whole(&self) -> TierError {
+        self.no_layout("neither of the two slots of its manifest is whole".into())
     }
 
     /// What both places hold. One that the drive cannot read comes with what the drive said, if the other is whole; but of state that is

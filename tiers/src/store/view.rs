@@ -209,6 +209,11 @@ impl StoreView {
         self.whole_slots().first().filter(|slot| slot.is_mark).map(|slot| slot.step)
     }
 
+    /// What is wrong where there is no last [commit](Self::commit).
+    pub fn no_commit(&self) -> TierError {
+        self.manifest.neither_is_whole()
+    }
+
     /// Refuses a store whose only generation is being overwritten.
     ///
     /// # Errors
